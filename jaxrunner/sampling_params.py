@@ -1,0 +1,153 @@
+"""How a request wants its tokens chosen and when it wants to stop. Fields and ranges are vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+_INT32_MAX = 2**31 - 1
+GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy, as in vLLM
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def _integer(name: str, value: Any, low: int, high: int = _INT32_MAX) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+    return value
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{name} must be a list of token ids, got {value!r}")
+    return tuple(_integer(f"{name}[{i}]", v, 0) for i, v in enumerate(value))
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    value = (value,) if isinstance(value, str) else value
+    if not isinstance(value, Sequence) or not all(isinstance(v, str) for v in value):
+        raise ValueError(f"{name} must be a string or a list of strings, got {value!r}")
+    if "" in value:
+        raise ValueError(f"{name} holds an empty string, which every text contains: leave it out")
+    return tuple(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request. Immutable; checked when made.
+
+    Attributes:
+        n: sequences to generate for the prompt.
+        temperature: 0 is greedy; logits are divided by it otherwise.
+        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1]. 1 keeps all.
+        top_k: keep the k most likely tokens. 0 or -1 keeps all.
+        min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1].
+        seed: makes the request's tokens a function of (seed, position). None derives one from the engine's seed.
+        stop: texts that end the output when they appear.
+        stop_token_ids: token ids that end the output.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        max_tokens: output tokens at most. None means up to the model's length.
+        min_tokens: no end-of-sequence or stop token before this many output tokens.
+        detokenize, skip_special_tokens, spaces_between_special_tokens, include_stop_str_in_output: of the text.
+
+    Raises:
+        ValueError: a value is of the wrong kind or out of range; the message names field, value and range.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: Any = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None
+    extra_args: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)  # frozen for users; normalised once, here
+
+        for name, low, high in _RANGES:
+            value = _number(name, getattr(self, name))
+            if not low <= value <= high:
+                raise ValueError(f"{name} must be from {low:g} to {high:g}, got {value:g}")
+            put(name, value)
+        if self.top_p == 0.0:
+            raise ValueError("top_p must be greater than 0, got 0: for greedy decoding use temperature=0")
+        if self.repetition_penalty == 0.0:
+            raise ValueError("repetition_penalty must be greater than 0, got 0: 1 means no penalty")
+        _integer("n", self.n, 1)
+        put("top_k", max(_integer("top_k", self.top_k, -1), 0))
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), -1)
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+        put("stop", _strings("stop", self.stop or ()))
+        put("bad_words", _strings("bad_words", self.bad_words or ()))
+        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids is empty: no token could ever be sampled")
+        if self.logit_bias is not None:
+            bias = {_integer("logit_bias key", int(k), 0): _number(f"logit_bias[{k}]", v)
+                    for k, v in self.logit_bias.items()}  # fmt: skip
+            put("logit_bias", {k: min(max(v, -100.0), 100.0) for k, v in bias.items()})
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings need the text: drop detokenize=False or use stop_token_ids")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """SamplingParams from a mapping, as it stands in a request file; an unknown name is an error."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"unknown sampling parameters {unknown}; known: {sorted(known)}")
+        return cls(**values)
+
+
+_RANGES = (
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0, math.inf),
+    ("temperature", 0.0, math.inf),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+)
