@@ -1,0 +1,82 @@
+"""The columns of the persistent batch, declared once, and the table that holds them.
+
+Every column is keyed by *request index*, which a request keeps from the step it enters to the step it leaves. Rows
+(the order of a step) move all the time, but a row holds nothing except a request index, so condense, swap and reorder
+have one array to move and can't forget another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrunner.sampling_columns import RECORD_WORDS
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One value or one row of values a request.
+
+    Attributes:
+        shape: trailing shape; () is one value a request.
+        fill: what an index that nobody holds contains, and what a request starts with.
+        valid: for a wide column, the name of the column that counts its valid entries; entries behind are garbage.
+            None: the whole row is always valid and goes back to ``fill`` when the index is freed.
+    """
+
+    name: str
+    dtype: type
+    fill: float = 0
+    shape: tuple[int, ...] = ()
+    valid: str | None = None
+
+
+def declared_columns(max_model_len: int, num_speculative_tokens: int) -> tuple[Column, ...]:
+    """All columns but the block tables (which have operations of their own, ``batch.block_table``)."""
+    return (
+        Column("num_tokens", np.int32),  # prompt and outputs; drafts not counted
+        Column("num_prompt_tokens", np.int32),  # what the user sent; outputs of a restart not counted
+        Column("num_computed_tokens", np.int32),
+        Column("num_draft_tokens", np.int32),  # lie in token_ids behind num_tokens
+        Column("sampling_flags", np.int32),
+        Column("min_length", np.int32),  # length before which stop tokens are held back
+        Column("sampling_record", np.int32, 0, (RECORD_WORDS,)),
+        # One more than a request may have: the last sample of a full request has a place, and its row ends there.
+        Column("token_ids", np.int32, 0, (max_model_len + num_speculative_tokens + 1,), valid="num_tokens"),
+    )
+
+
+class ColumnTable:
+    """Arrays [I, *shape] of the declared columns, for I request indices; ``table["num_tokens"]`` is one."""
+
+    def __init__(self, columns: Sequence[Column], capacity: int) -> None:
+        names = [c.name for c in columns]
+        if len(set(names)) != len(names):
+            raise ValueError(f"a column is declared twice: {names}")
+        self.columns = tuple(columns)
+        # np.zeros of a large table is memory the system hands out on first touch; np.full would touch it all.
+        self._arrays = {
+            c.name: np.zeros((capacity, *c.shape), c.dtype)
+            if c.fill == 0
+            else np.full((capacity, *c.shape), c.fill, c.dtype)
+            for c in columns
+        }
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def clear(self, index: int) -> None:
+        """Index ``index`` is free again: every always-valid column back to its fill value."""
+        for c in self.columns:
+            if c.valid is None:
+                self._arrays[c.name][index] = c.fill
+
+    def snapshot(self, index: int) -> dict[str, np.ndarray]:
+        """A copy of everything valid at ``index``, for tests, traces and messages."""
+        out = {}
+        for c in self.columns:
+            row = self._arrays[c.name][index]
+            out[c.name] = (row[: self._arrays[c.valid][index]] if c.valid else row).copy()
+        return out

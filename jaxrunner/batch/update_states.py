@@ -1,0 +1,176 @@
+"""Merging a step's differences into the persistent batch. First rows settle, then the numbers go in.
+
+The order is vLLM's and matters: finished, preempted, unscheduled leave; new and returning requests enter (the lowest
+row given up first); holes are condensed; only then is anything computed per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress
+from operator import itemgetter
+
+import numpy as np
+
+from jaxrunner.batch.input_batch import NO_ROW, InputBatch
+from jaxrunner.batch.request_state import NO_INDEX
+from jaxrunner.batch.validate import validate
+from jaxrunner.protocol import SchedulerOutput
+from jaxrunner.sampling_columns import HELD_BACK
+
+
+def update_states(batch: InputBatch, scheduler_output: SchedulerOutput, *, check: bool = True) -> None:
+    """Brings ``batch`` to the state of this step.
+
+    Args:
+        check: validate the whole output before anything moves.
+
+    Raises:
+        SchedulerOutputError: with ``check``; the batch is then what it was.
+    """
+    if check:
+        validate(batch, scheduler_output)
+    if _membership_changed(batch, scheduler_output):
+        _settle_rows(batch, scheduler_output)
+    _take_counts(batch, scheduler_output)
+    _take_blocks(batch, scheduler_output)
+    _take_drafts(batch, scheduler_output)
+    _note_features(batch)
+
+
+def _membership_changed(batch: InputBatch, so: SchedulerOutput) -> bool:
+    cached = so.scheduled_cached_reqs
+    return bool(
+        so.finished_req_ids
+        or so.preempted_req_ids
+        or so.scheduled_new_reqs
+        or cached.resumed_req_ids
+        or cached.req_ids != batch.scheduled_ids
+    )
+
+
+def _settle_rows(batch: InputBatch, so: SchedulerOutput) -> None:
+    cached, new = so.scheduled_cached_reqs, so.scheduled_new_reqs
+    for req_id in so.finished_req_ids:
+        if req_id in batch.requests:  # an abort may name one that never got here
+            batch.finish(req_id)
+    for req_id in so.preempted_req_ids:
+        if req_id in batch.requests:
+            batch.preempt(req_id)
+    for req_id in cached.resumed_req_ids:  # preempted and resumed in one step
+        batch.preempt(req_id)
+
+    # Unscheduled: whoever has a row and is not among the scheduled. Counting finds out whether there is anyone.
+    states = [batch.requests[r] for r in cached.req_ids]
+    indices = np.fromiter((s.request_index for s in states), np.intp, len(states))
+    staying = indices[indices != NO_INDEX]
+    staying_rows = batch.row_of_index[staying]
+    if len(batch.row_of) > np.count_nonzero(staying_rows != NO_ROW):
+        scheduled = set(cached.req_ids)
+        for req_id in [r for r in batch.row_of if r not in scheduled]:
+            batch.leave_row(req_id)
+
+    for data in new:
+        prefill = data.prompt_token_ids if data.prefill_token_ids is None else data.prefill_token_ids
+        state = batch.new_state(data.req_id, data.sampling_params, len(data.prompt_token_ids))
+        batch.enter(state, prefill, data.block_ids, data.num_computed_tokens)
+        batch.take_row(data.req_id)
+    for i in np.flatnonzero(batch.row_of_index[indices] == NO_ROW) if len(states) == len(staying) else range(len(states)):
+        state = states[i]
+        if state.request_index == NO_INDEX:
+            tokens = cached.all_token_ids.get(state.req_id)
+            tokens = state.preempted_token_ids if tokens is None else tokens
+            assert tokens is not None  # a request without an index keeps its tokens
+            blocks = cached.new_block_ids[i]
+            batch.enter(state, tokens, blocks or ((),) * len(batch.block_table), cached.num_computed_tokens[i])
+        if batch.row_of_index[state.request_index] == NO_ROW:
+            batch.take_row(state.req_id)
+    batch.condense()
+
+    batch.scheduled_ids = cached.req_ids + [data.req_id for data in new]
+    rows = np.fromiter(_lookup(batch.row_of, batch.scheduled_ids), np.intp, len(batch.scheduled_ids))
+    batch.scheduled_rows = rows
+    batch.rows_in_order = bool((rows == np.arange(len(rows))).all())
+
+
+def _take_counts(batch: InputBatch, so: SchedulerOutput) -> None:
+    cached = so.scheduled_cached_reqs
+    k, n = len(cached.req_ids), batch.num_reqs
+    rows, ids = batch.scheduled_rows, batch.scheduled_ids
+    if k:
+        indices = batch.idx_mapping[rows[:k]]
+        batch.num_computed_tokens[indices] = cached.num_computed_tokens
+        if cached.num_output_tokens:
+            _drop_surplus_outputs(batch, indices, cached.num_output_tokens)
+        if any(map(len, cached.new_token_ids)):
+            _append_tokens(batch, indices, cached.num_computed_tokens, cached.new_token_ids)
+    scheduled = so.num_scheduled_tokens
+    values: Iterable[int] = scheduled.values() if list(scheduled) == ids else _lookup(scheduled, ids)
+    counts = np.fromiter(values, np.int32, n)
+    if batch.rows_in_order:
+        batch.num_scheduled[:n] = counts
+    else:
+        batch.num_scheduled[rows] = counts
+
+
+def _drop_surplus_outputs(batch: InputBatch, indices: np.ndarray, num_output_tokens: Sequence[int]) -> None:
+    """The scheduler counts fewer outputs than the batch has (a failed load dropped some): its count holds."""
+    told = batch.columns["num_prompt_tokens"][indices] + np.array(num_output_tokens, np.int32)
+    batch.num_tokens[indices] = np.minimum(batch.num_tokens[indices], told)
+
+
+def _append_tokens(
+    batch: InputBatch, indices: np.ndarray, computed: Sequence[int], new_token_ids: Sequence[Sequence[int]]
+) -> None:
+    """Tokens another pipeline stage sampled: only those that the batch does not have yet."""
+    for index, c, tokens in zip(indices.tolist(), computed, new_token_ids, strict=True):
+        have = int(batch.num_tokens[index])
+        missing = c + len(tokens) - have
+        if missing > 0:
+            batch.token_ids[index, have : have + missing] = tokens[-missing:]
+            batch.num_tokens[index] = have + missing
+
+
+def _take_blocks(batch: InputBatch, so: SchedulerOutput) -> None:
+    cached = so.scheduled_cached_reqs
+    grown = list(compress(range(len(cached.req_ids)), cached.new_block_ids))
+    if cached.resumed_req_ids:  # their blocks went in when they entered
+        grown = [i for i in grown if cached.req_ids[i] not in cached.resumed_req_ids]
+    if grown:
+        indices = batch.idx_mapping[batch.scheduled_rows[grown]].astype(np.intp)
+        batch.block_table.append_rows([cached.new_block_ids[i] for i in grown], indices)  # type: ignore[misc]
+
+
+def _take_drafts(batch: InputBatch, so: SchedulerOutput) -> None:
+    """Drafts lie behind the request's tokens; they count as scheduled, not as known."""
+    drafts = so.scheduled_spec_decode_tokens
+    if batch.any_drafts:
+        batch.num_draft_tokens[:] = 0
+    batch.any_drafts = bool(drafts)
+    if not drafts:
+        return
+    rows = np.fromiter(_lookup(batch.row_of, list(drafts)), np.intp, len(drafts))
+    indices = batch.idx_mapping[rows].astype(np.intp)
+    lengths = np.fromiter(map(len, drafts.values()), np.int32, len(drafts))
+    total = int(lengths.sum())
+    batch.num_draft_tokens[indices] = lengths
+    at = indices * batch.token_row_stride + batch.num_tokens[indices]
+    ends = np.cumsum(lengths)
+    cells = np.repeat(at - ends + lengths, lengths) + np.arange(total)
+    batch.token_ids.reshape(-1)[cells] = np.fromiter(chain.from_iterable(drafts.values()), np.int32, total)
+
+
+def _note_features(batch: InputBatch) -> None:
+    """Which sampling features this step needs: bits over all rows."""
+    indices = batch.idx_mapping[: batch.num_reqs]
+    flags = int(np.bitwise_or.reduce(batch.columns["sampling_flags"][indices], initial=0))
+    if (batch.columns["min_length"][indices] > batch.num_tokens[indices]).any():
+        flags |= HELD_BACK
+    batch.flags = flags
+
+
+def _lookup(table: dict[str, int], keys: Sequence[str]) -> Sequence[int]:
+    """[table[k] for k in keys], in one C call."""
+    if len(keys) > 1:
+        return itemgetter(*keys)(table)
+    return [table[k] for k in keys]

@@ -1,0 +1,233 @@
+"""The blocks of every request in every cache group, and the prefix cache over them.
+
+Everything is per group: a request's blocks are a tuple with one list a group, each group has a pool of its own, and a
+prefix counts as found only as far as all groups have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from jaxrunner.kv_cache.block_pool import BlockPool
+from jaxrunner.kv_cache.hashing import chain_root, extend_chain
+from jaxrunner.kv_cache.spec import KVCacheConfig
+from jaxrunner.request import Request
+
+GroupBlocks = tuple[list[int], ...]
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """How well the prefix cache does, in tokens, counted when a request is admitted.
+
+    Attributes:
+        requests, queries, hits: requests admitted for the first time, their tokens, and those found.
+        resumed_requests, resumed_queries, resumed_hits: the same for requests that come back from preemption, which
+            mostly find what they computed themselves.
+    """
+
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    resumed_requests: int = 0
+    resumed_queries: int = 0
+    resumed_hits: int = 0
+
+    def record(self, request: Request, num_hit_tokens: int) -> None:
+        if request.num_preemptions:
+            self.resumed_requests += 1
+            self.resumed_queries += request.num_tokens
+            self.resumed_hits += num_hit_tokens
+        else:
+            self.requests += 1
+            self.queries += request.num_tokens
+            self.hits += num_hit_tokens
+
+
+class KVCacheManager:
+    """Lends blocks to requests.
+
+    Arguments:
+        config: groups and pool size.
+        enable_prefix_caching: let full blocks be found by later requests with the same prefix.
+    """
+
+    def __init__(self, config: KVCacheConfig, enable_prefix_caching: bool = True) -> None:
+        self.config = config
+        self.enable_prefix_caching = enable_prefix_caching
+        self.stats = PrefixCacheStats()
+        self.pools = tuple(BlockPool(config.num_blocks) for _ in config.groups)
+        self._block_sizes = tuple(group.spec.block_size for group in config.groups)
+        # One chain serves groups of different block sizes: a hash covers everything before it, so the hash of a large
+        # block is that of the last small one inside it.
+        self._hash_block_size = math.gcd(*self._block_sizes)
+        self._hit_alignment = math.lcm(*self._block_sizes)
+        self._blocks: dict[str, GroupBlocks] = {}
+        self._epoch = 0
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.pools)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be lent now, in the group that has fewest."""
+        return min(pool.num_free for pool in self.pools)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, from 0 to 1."""
+        return 1 - self.num_free_blocks / (self.config.num_blocks - 1)
+
+    def get_blocks(self, request: Request) -> GroupBlocks:
+        """The request's blocks in logical order: the manager's own lists, not to be kept or changed."""
+        return self._blocks[request.request_id]
+
+    def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
+        """The longest computed prefix that all groups have, for a request that holds no blocks.
+
+        Returns:
+            Blocks per group and the tokens they hold: a multiple of every group's block size and at most
+            ``num_tokens - 1``, because the last token must run to give logits. Nothing is taken yet: pass the blocks to
+            ``allocate_slots`` before anything else is allocated.
+        """
+        found: GroupBlocks = tuple([] for _ in self.pools)
+        if not self.enable_prefix_caching:
+            return found, 0
+        self._extend_hashes(request)
+        if not request.reads_prefix_cache:
+            return found, 0
+        num_hit = request.num_tokens - 1
+        for pool, block_size, held in zip(self.pools, self._block_sizes, found, strict=True):
+            ratio = block_size // self._hash_block_size
+            for block_hash in request.block_hashes[ratio - 1 : num_hit // block_size * ratio : ratio]:
+                block_id = pool.find(block_hash)
+                if block_id is None:
+                    break
+                held.append(block_id)
+            num_hit = len(held) * block_size // self._hit_alignment * self._hit_alignment
+        for block_size, held in zip(self._block_sizes, found, strict=True):
+            del held[num_hit // block_size :]
+        return found, num_hit
+
+    def allocate_slots(
+        self, request: Request, num_tokens: int, computed_blocks: GroupBlocks | None = None, keep_free: int = 0
+    ) -> GroupBlocks | tuple[()] | None:
+        """Give the request room for its first ``num_tokens`` tokens.
+
+        Arguments:
+            num_tokens: tokens in all, not only the new ones.
+            computed_blocks: what ``get_computed_blocks`` just found, for a request that holds no blocks yet.
+            keep_free: give nothing unless so many blocks stay free in every group.
+        Returns:
+            The newly lent blocks per group, found ones not among them; () when there was room already; None, and nothing
+            changed, when a group has too few free blocks.
+        """
+        if num_tokens <= request.num_block_tokens:
+            return ()
+        blocks = self._blocks.get(request.request_id)
+        if blocks is None:
+            blocks = computed_blocks or tuple([] for _ in self.pools)
+        counts = [
+            max(-(-num_tokens // block_size) - len(held), 0)
+            for block_size, held in zip(self._block_sizes, blocks, strict=True)
+        ]
+        for i, pool in enumerate(self.pools):
+            taken = pool.num_unowned(computed_blocks[i]) if computed_blocks else 0
+            if counts[i] + taken + keep_free > pool.num_free:
+                return None
+
+        if computed_blocks:
+            # First, so that what was found can't be lent out as new.
+            for pool, found in zip(self.pools, computed_blocks, strict=True):
+                pool.share(found)
+            request.num_published_tokens = len(computed_blocks[0]) * self._block_sizes[0]
+        new_blocks = tuple(pool.allocate(count) for pool, count in zip(self.pools, counts, strict=True))
+        for held, new in zip(blocks, new_blocks, strict=True):
+            held.extend(new)
+        self._blocks[request.request_id] = blocks
+        request.num_block_tokens = min(
+            len(held) * block_size for held, block_size in zip(blocks, self._block_sizes, strict=True)
+        )
+        return new_blocks
+
+    def cache_blocks(self, request: Request) -> None:
+        """Let the full blocks among the request's *computed* tokens be found by others.
+
+        To be called once a step has been processed, never when it is scheduled: a request that found a block in the
+        same step would read what isn't written yet.
+        """
+        computed = request.num_computed_tokens
+        if computed - request.num_published_tokens < self._hash_block_size or not self.enable_prefix_caching:
+            return
+        if request.hash_epoch != self._epoch:
+            return  # computed before a reset, in part at least
+        self._extend_hashes(request)
+        blocks = self._blocks[request.request_id]
+        for pool, block_size, held in zip(self.pools, self._block_sizes, blocks, strict=True):
+            ratio = block_size // self._hash_block_size
+            for i in range(request.num_published_tokens // block_size, computed // block_size):
+                pool.publish(held[i], request.block_hashes[(i + 1) * ratio - 1])
+        request.num_published_tokens = computed - computed % self._hash_block_size
+
+    def free(self, request: Request) -> None:
+        """Take back all blocks. Computed full ones can still be found until they are lent again."""
+        if request.request_id not in self._blocks:
+            return
+        # Again from the start: where a twin with the same content stood in for one of these blocks and has been
+        # overwritten since, this one takes its place.
+        request.num_published_tokens = 0
+        self.cache_blocks(request)
+        for pool, held in zip(self.pools, self._blocks.pop(request.request_id), strict=True):
+            # The tail first: a block is worth nothing without those before it, and fewer requests share it.
+            pool.release(reversed(held))
+        request.num_published_tokens = 0
+        request.num_block_tokens = 0
+
+    def num_common_prefix_blocks(self, request: Request) -> list[int]:
+        """Per group, the leading blocks that ``request`` shares with all other requests that hold blocks.
+
+        All 0 where it's alone: its blocks are then not necessarily computed, shared ones are.
+        """
+        owners = len(self._blocks)
+        if owners < 2:
+            return [0] * self.num_groups
+        common = []
+        for pool, held in zip(self.pools, self._blocks[request.request_id], strict=True):
+            count = 0
+            while count < len(held) and pool.num_owners(held[count]) == owners:
+                count += 1
+            common.append(count)
+        return common
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far will be found again, as after a change of weights. Running requests go on."""
+        self._epoch += 1  # and what they compute from here on starts from the old state: not to be found either
+        for pool in self.pools:
+            pool.forget_all()
+
+    def check_accounting(self) -> None:
+        """free + cached-free + owned + null = total, in every group, with the right owners.
+
+        Raises:
+            RuntimeError: naming group, block and counts. It costs a pass over all blocks: for tests and debugging.
+        """
+        for group, pool in enumerate(self.pools):
+            held = Counter(block_id for blocks in self._blocks.values() for block_id in blocks[group])
+            for request_id, blocks in self._blocks.items():
+                if len(set(blocks[group])) != len(blocks[group]):
+                    raise RuntimeError(f"request {request_id!r} holds a block twice in group {group}: {blocks[group]}")
+            try:
+                pool.check_accounting(held)
+            except RuntimeError as error:
+                raise RuntimeError(f"group {group}: {error}") from None
+
+    def _extend_hashes(self, request: Request) -> None:
+        if request.hash_epoch != self._epoch:
+            request.hash_epoch = self._epoch
+            request.block_hashes.clear()
+        salt = request.cache_salt
+        root = chain_root(self._epoch, () if salt is None else (("cache_salt", salt),))
+        extend_chain(request.block_hashes, request.all_token_ids, self._hash_block_size, root)
