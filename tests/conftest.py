@@ -62,9 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for marker in item.iter_markers("larger_model"):
             if len(marker.args) != 1 or marker.args[0] not in LARGER_MODELS:
-                raise pytest.UsageError(
-                    f"{item.nodeid}: larger_model takes one of {LARGER_MODELS}, got {marker.args}"
-                )
+                raise pytest.UsageError(f"{item.nodeid}: larger_model takes one of {LARGER_MODELS}, got {marker.args}")
             if not config.getoption("--all-models"):
                 reason = f"needs {marker.args[0]}: run scripts/test --all-models"
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -35,7 +35,7 @@ def sources(root: Path, folders: list[str]) -> dict[str, Path]:
 
 
 def imports(path: Path, module: str) -> Iterator[str]:
-    """Dotted names that a file imports, wherever in it. `from a import b` gives a and a.b: b may be a file."""
+    """Dotted names that a file imports, wherever in it. `from a import b` gives a and a.b: b can be a file."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), path)):
         if isinstance(node, ast.Import):
@@ -93,12 +93,8 @@ def breaches_of_the_host(root: Path) -> list[str]:
 
 
 def long_files(root: Path) -> list[str]:
-    lengths = {
-        path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(root, LAYERS).values()
-    }
-    return [
-        f"{path.relative_to(root)}: {lines} lines" for path, lines in lengths.items() if lines > LONGEST_FILE
-    ]
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(root, LAYERS).values()}
+    return [f"{path.relative_to(root)}: {lines} lines" for path, lines in lengths.items() if lines > LONGEST_FILE]
 
 
 def hidden_switches(root: Path) -> list[str]:
