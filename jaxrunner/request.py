@@ -41,17 +41,21 @@ class Request:
         request_id: unique among the unfinished requests.
         prompt_token_ids: at least one token.
         sampling_params: read, never changed.
-        eos_token_ids: every id that ends the output unless ``ignore_eos``: the configuration's and the tokenizer's.
+        eos_token_ids: every id that ends the output unless ``ignore_eos``: the configuration's and the
+            tokenizer's.
         arrival_time: seconds; recorded only. The order of service is the order of ``Scheduler.add_request``.
         priority: recorded only, for a policy that has priorities.
         cache_salt: blocks are shared only between requests of the same salt.
 
     Attributes:
-        all_token_ids: prompt and outputs; ``output_token_ids`` are its tail. Only ``append_output_tokens`` adds to them.
+        all_token_ids: prompt and outputs; ``output_token_ids`` are its tail. Only ``append_output_tokens``
+            adds to them.
         num_computed_tokens: leading tokens whose keys and values are in the cache and may be relied on.
-        num_cached_tokens: of the prompt, the tokens found in the prefix cache at first admission; None before.
+        num_cached_tokens: of the prompt, the tokens found in the prefix cache at first admission; None
+            before.
         num_preemptions: how often it has lost its blocks.
-        stop_reason: the id out of ``stop_token_ids`` that ended it; None for an end-of-sequence id or the length.
+        stop_reason: the id out of ``stop_token_ids`` that ended it; None for an end-of-sequence id or the
+            length.
 
     Raises:
         ValueError: the prompt is empty.
@@ -131,7 +135,9 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether blocks of others may stand in for its prompt. Prompt logprobs need every position computed."""
+        """Whether blocks of others may stand in for its prompt. Prompt logprobs need every position
+        computed.
+        """
         return self.sampling_params.prompt_logprobs is None
 
     def limit_length(self, max_model_len: int | None) -> None:
@@ -150,6 +156,11 @@ class Request:
         Returns:
             The tokens taken: ``token_ids`` itself, or what is left of it when a stop lies inside.
         """
+        longer = len(self.all_token_ids) + len(token_ids)
+        if longer < self._max_total_tokens and self._stopping_ids.isdisjoint(token_ids):
+            self.all_token_ids.extend(token_ids)
+            self.output_token_ids.extend(token_ids)
+            return token_ids
         for i, token in enumerate(token_ids):
             self.all_token_ids.append(token)
             self.output_token_ids.append(token)

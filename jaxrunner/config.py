@@ -1,0 +1,82 @@
+"""How a runner is set up. One frozen record, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxrunner.shapes import StepShapes
+
+Warmup = Literal["all", "lazy"] | tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """Limits and choices of a ``ModelRunner``.
+
+    Attributes:
+        max_model_len: tokens a request may have, prompt and outputs.
+        max_num_reqs: requests that may be running at once (vLLM's max_num_seqs).
+        max_num_batched_tokens: tokens of one step; the last token bucket.
+        block_size: tokens a KV-cache block holds.
+        num_blocks: blocks of the KV cache, the null block among them. None: as many as ``gpu_memory_utilization``
+            of the device's memory has room for after weights and the largest executable's temporaries; on a device
+            that states no limit (CPU), enough for every request at full length, at most ``cpu_cache_bytes``.
+        token_buckets, logits_buckets: padded sizes; None: powers of two. The limits themselves are always added.
+        warmup: what is compiled before the first step: "all" buckets, none ("lazy", each when first met), or the
+            token buckets listed.
+        attention: name of an attention implementation, or "auto" for the best that takes the model and the device.
+        check_invariants: check the eight invariants before every step. Costs time; free when off.
+        validate: check every SchedulerOutput before anything changes.
+        seed: of the engine; requests without a seed derive theirs from it.
+        compilation_cache: folder in which compiled programs are kept between runs; None: the user's cache folder;
+            False: nowhere.
+    """
+
+    max_model_len: int = 2048
+    max_num_reqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_blocks: int | None = None
+    token_buckets: tuple[int, ...] | None = None
+    logits_buckets: tuple[int, ...] | None = None
+    warmup: Warmup = "lazy"
+    attention: str = "auto"
+    check_invariants: bool = False
+    validate: bool = True
+    seed: int = 0
+    gpu_memory_utilization: float = 0.9
+    cpu_cache_bytes: int = 1 << 30
+    compilation_cache: Path | str | Literal[False] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_reqs", "max_num_batched_tokens", "block_size", "cpu_cache_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise ValueError(f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.max_num_batched_tokens < self.max_num_reqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_reqs"
+                f" ({self.max_num_reqs}): every running request decodes one token a step"
+            )
+        if isinstance(self.warmup, str) and self.warmup not in ("all", "lazy"):
+            raise ValueError(f"warmup must be 'all', 'lazy' or a tuple of token buckets, got {self.warmup!r}")
+        shapes = self.shapes()
+        if not isinstance(self.warmup, str) and not set(self.warmup) <= set(shapes.tokens):
+            raise ValueError(f"warmup {self.warmup} must be among the token buckets {shapes.tokens}")
+        shapes.logits  # noqa: B018 - checks the explicit sizes
+
+    def shapes(self) -> StepShapes:
+        """Every padded shape a runner of this configuration executes."""
+        return StepShapes(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_reqs=self.max_num_reqs,
+            min_block_size=self.block_size,
+            token_buckets=self.token_buckets,
+            logits_buckets=self.logits_buckets,
+        )

@@ -1,0 +1,79 @@
+"""How many blocks the device has room for, and the arrays themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.config import RunnerConfig
+from jaxrunner.shapes.buckets import cdiv
+from pallas_kernels import AttentionLayer, KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class KVCachePlan:
+    """How many blocks there are, how large one is over all layers, and how the number came about."""
+
+    num_blocks: int
+    bytes_per_block: int
+    why: str
+
+
+def bytes_per_block(layers: Sequence[AttentionLayer], block_size: int, dtype: jnp.dtype) -> int:
+    """K and V of one block in every layer."""
+    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * jnp.dtype(dtype).itemsize for layer in layers)
+
+
+def plan_caches(
+    config: RunnerConfig,
+    layers: Sequence[AttentionLayer],
+    dtype: jnp.dtype,
+    temporaries: Callable[[], int],
+    device: jax.Device | None = None,
+) -> KVCachePlan:
+    """The number of blocks: the configured one, or what fits.
+
+    Args:
+        temporaries: bytes of the largest executable's temporaries; only asked where the device states a limit.
+
+    Raises:
+        ValueError: not even one request of one block fits.
+    """
+    device = device or jax.devices()[0]
+    size = bytes_per_block(layers, config.block_size, dtype)
+    if config.num_blocks is not None:
+        return KVCachePlan(config.num_blocks, size, f"{config.num_blocks} blocks, as configured")
+    enough = 1 + config.max_num_reqs * cdiv(config.max_model_len, config.block_size)
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        temp = temporaries()
+        limit, used = stats["bytes_limit"], stats["bytes_in_use"]
+        room = int(config.gpu_memory_utilization * limit) - used - temp
+        blocks = room // size
+        why = (
+            f"{blocks} blocks of {size} bytes: {config.gpu_memory_utilization:g} x {limit} bytes of {device.device_kind}"
+            f" - {used} in use - {temp} of temporaries"
+        )
+    else:
+        blocks = min(enough, config.cpu_cache_bytes // size)
+        why = (
+            f"{blocks} blocks of {size} bytes: {device.platform} states no limit, so enough for {config.max_num_reqs}"
+            f" requests of {config.max_model_len} tokens, and at most {config.cpu_cache_bytes} bytes"
+        )
+    if blocks < 2:
+        raise ValueError(
+            f"no room for a KV cache ({why}): lower max_num_batched_tokens, raise gpu_memory_utilization or"
+            " cpu_cache_bytes, or state num_blocks"
+        )
+    return KVCachePlan(int(blocks), size, why)
+
+
+def allocate_caches(
+    layers: Sequence[AttentionLayer], num_blocks: int, block_size: int, dtype: jnp.dtype
+) -> tuple[KVCache, ...]:
+    """K and V of every layer, [N, B, Hkv, D] each, zeroed."""
+    shapes = [(num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
+    return tuple(KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes)

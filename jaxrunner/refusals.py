@@ -1,0 +1,54 @@
+"""Fields that are carried and not yet served. Using one is an error that names it, before anything changes."""
+
+from __future__ import annotations
+
+from jaxrunner.protocol import SchedulerOutput
+from jaxrunner.sampling_params import SamplingParams
+
+# field of SamplingParams: is it used?
+_SAMPLING = {
+    "presence_penalty": lambda p: p.presence_penalty != 0.0,
+    "frequency_penalty": lambda p: p.frequency_penalty != 0.0,
+    "repetition_penalty": lambda p: p.repetition_penalty != 1.0,
+    "logprobs": lambda p: p.logprobs is not None,
+    "prompt_logprobs": lambda p: p.prompt_logprobs is not None,
+    "structured_outputs": lambda p: p.structured_outputs is not None,
+    "logit_bias": lambda p: bool(p.logit_bias),
+    "allowed_token_ids": lambda p: p.allowed_token_ids is not None,
+    "bad_words": lambda p: bool(p.bad_words),
+    "logits_processors": lambda p: bool(p.logits_processors),
+}
+
+
+def refuse_sampling_params(params: SamplingParams) -> None:
+    """Raises ValueError for a parameter that the sampler does not serve yet."""
+    if used := [name for name, test in _SAMPLING.items() if test(params)]:
+        raise ValueError(f"SamplingParams {used} are not served yet: leave them at their defaults")
+
+
+def refuse_unserved(so: SchedulerOutput) -> None:
+    """Raises ValueError for a field of the scheduler's plan that the runner does not serve yet."""
+    used = {
+        "scheduled_spec_decode_tokens": any(map(len, so.scheduled_spec_decode_tokens.values())),
+        "block_copies": any(map(len, so.block_copies)),
+        "new_block_ids_to_zero": any(map(len, so.new_block_ids_to_zero)),
+        "scheduled_encoder_inputs": bool(so.scheduled_encoder_inputs),
+        "free_encoder_mm_hashes": bool(so.free_encoder_mm_hashes),
+        "grammar_bitmask": so.grammar_bitmask is not None,
+    }
+    if names := [name for name, is_used in used.items() if is_used]:
+        raise ValueError(f"SchedulerOutput fields {names} are not served yet: leave them empty")
+    for data in so.scheduled_new_reqs:
+        carried = {
+            "prompt_embeds": data.prompt_embeds is not None,
+            "mm_features": len(data.mm_features) > 0,
+            "lora_request": data.lora_request is not None,
+            "pooling_params": data.pooling_params is not None,
+        }
+        if names := [name for name, is_used in carried.items() if is_used]:
+            raise ValueError(f"request {data.req_id!r} uses {names}, which are not served yet")
+        if data.sampling_params is not None:
+            try:
+                refuse_sampling_params(data.sampling_params)
+            except ValueError as e:
+                raise ValueError(f"request {data.req_id!r}: {e}") from None

@@ -1,0 +1,224 @@
+"""ModelRunner: the one place where host and device meet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrunner.batch import BufferRing, InputBatch, StepInputs, prepare_inputs, record_sampled, update_states
+from jaxrunner.compilation_cache import use_compilation_cache
+from jaxrunner.config import RunnerConfig
+from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, Compiled, StepExecutables
+from jaxrunner.invariants import check_invariants
+from jaxrunner.kv_cache.allocate import KVCachePlan, allocate_caches, plan_caches
+from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
+from jaxrunner.refusals import refuse_unserved
+from jaxrunner.sampling_columns import RECORD_WORDS
+from jaxrunner.step import CacheGroup, DeviceState, StepFunctions, init_state
+from models import Decoder, split
+from pallas_kernels import GroupSpec, KVCache, choose_attention
+
+_PADDING_INDEX = np.iinfo(np.int32).max  # past every table: a scatter drops it
+
+
+@dataclass(slots=True)
+class SegmentTimes:
+    """Where the time of the steps so far went, in seconds."""
+
+    steps: int = 0
+    update: float = 0.0  # merging differences, checks
+    prepare: float = 0.0  # packing the upload
+    dispatch: float = 0.0  # uploads and calls of the executables
+    wait: float = 0.0  # until the sampled tokens are on the host
+    record: float = 0.0  # bookkeeping
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True)
+class Pending:
+    """A step that has been handed to the device. ``result`` waits for it and must be called before the next step."""
+
+    _runner: ModelRunner
+    _inputs: StepInputs | None
+    _sampled: jax.Array | None
+    _logits: jax.Array | None = None
+    _result: ModelRunnerOutput | None = field(default=None)
+
+    def result(self) -> ModelRunnerOutput:
+        """The step's tokens, on the host. A second call returns the same."""
+        if self._result is None:
+            self._result = self._runner._finish(self)
+        return self._result
+
+
+class ModelRunner:
+    """Executes a scheduler's steps on a model.
+
+    Args:
+        model: a decoder of ``models`` with its parameters.
+        eos_token_ids: what min_tokens holds back; None: those of the model's configuration.
+        on_compiled: called with each executable of the warm-up, as it is ready; for a progress bar.
+
+    Attributes:
+        batch: the persistent batch (host).
+        kv_caches, state: on the device; donated to every step.
+        attention_choice: why which attention implementation was taken, a line each.
+        times: where the time went.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: RunnerConfig | None = None,
+        *,
+        eos_token_ids: tuple[int, ...] | None = None,
+        on_compiled: Callable[[Compiled], None] | None = None,
+    ) -> None:
+        self.config = config = config or RunnerConfig()
+        use_compilation_cache(config.compilation_cache)
+        self.model_config = model.config
+        self.shapes = config.shapes()
+        graphdef, self.params = split(model)
+        dtype = model.dtype
+        layers = model.config.attention_layers()
+        platform = jax.default_backend()
+        implementation, self.attention_choice = choose_attention(
+            layers, config.block_size, dtype, platform, requested=config.attention
+        )
+        group = CacheGroup(GroupSpec(block_size=config.block_size), implementation)
+        self.functions = StepFunctions(graphdef, (group,), config.max_num_reqs, self.shapes.max_logits)
+        self.batch = InputBatch(
+            max_num_reqs=config.max_num_reqs,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            vocab_size=model.config.vocab_size,
+            block_sizes=(config.block_size,),
+            eos_token_ids=model.config.eos_token_ids if eos_token_ids is None else eos_token_ids,
+            seed=config.seed,
+        )
+        self.state: DeviceState = init_state(config.max_num_reqs, [t.width for t in self.batch.block_table.tables])
+        self.cache_plan: KVCachePlan = plan_caches(
+            config, layers, dtype, lambda: self._executables(allocate_caches(layers, 2, config.block_size, dtype))
+            .temporaries(self.shapes.tokens[-1])
+        )
+        self.kv_caches = allocate_caches(layers, self.cache_plan.num_blocks, config.block_size, dtype)
+        self.executables = self._executables(self.kv_caches)
+        largest = max(layout.size for layout in self.shapes.layouts.values())
+        self._buffers = BufferRing(largest, depth=2)  # one step in flight, one being written
+        self._pending: Pending | None = None
+        self.times = SegmentTimes()
+        self.warm_up(on_compiled)
+
+    def _executables(self, kv_caches: tuple[KVCache, ...]) -> StepExecutables:
+        return StepExecutables(self.functions, self.shapes, self.params, kv_caches, self.state)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache, the null block among them."""
+        return self.cache_plan.num_blocks
+
+    def warm_up(self, on_compiled: Callable[[Compiled], None] | None = None) -> None:
+        """Compiles what ``config.warmup`` asks for. After "all", a step never compiles."""
+        wanted = self.config.warmup
+        if wanted == "lazy":
+            return
+        for compiled in self.executables.compile_all(self.shapes.tokens if wanted == "all" else tuple(wanted)):
+            if on_compiled is not None:
+                on_compiled(compiled)
+        self.executables.warm = True
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *, return_logits: bool = False) -> ModelRunnerOutput:
+        """One step: ``submit`` and its ``result``.
+
+        Raises:
+            ValueError: a field that is not served yet, a SchedulerOutput that contradicts the batch
+                (``SchedulerOutputError``). The batch is then what it was.
+        """
+        return self.submit(scheduler_output, return_logits=return_logits).result()
+
+    def submit(self, scheduler_output: SchedulerOutput, *, return_logits: bool = False) -> Pending:
+        """Hands a step to the device without waiting for it.
+
+        Args:
+            return_logits: keep the step's logits, in the output's ``logits`` (float32 [rows, V]).
+        """
+        if self._pending is not None:
+            raise RuntimeError("the previous step is pending: call its result() before the next submit")
+        refuse_unserved(scheduler_output)
+        clock = time.perf_counter
+        start = clock()
+        update_states(self.batch, scheduler_output, check=self.config.validate)
+        updated = clock()
+        if not self.batch.num_reqs:
+            return Pending(self, None, None, _result=ModelRunnerOutput())
+        inputs = prepare_inputs(self.batch, scheduler_output, self.shapes, buffers=self._buffers)
+        if self.config.check_invariants:
+            check_invariants(self.batch, scheduler_output, inputs)
+        prepared = clock()
+        sampled, logits = self._dispatch(inputs, return_logits)
+        self._pending = Pending(self, inputs, sampled, logits)
+        times = self.times
+        times.update += updated - start
+        times.prepare += prepared - updated
+        times.dispatch += clock() - prepared
+        return self._pending
+
+    def _dispatch(self, inputs: StepInputs, return_logits: bool) -> tuple[jax.Array, jax.Array | None]:
+        run, shape = self.executables, inputs.shape
+        forward = run.forward(shape.num_tokens)
+        head = run.head(shape.num_logits, return_logits=return_logits)
+        self._upload_ahead(inputs)
+        hidden, head_inputs, self.kv_caches, self.state = forward(
+            self.params, self.kv_caches, self.state, inputs.buffer
+        )
+        sampled, self.state, *logits = head(self.params, self.state, hidden, head_inputs)
+        self._buffers.read_by(sampled)
+        return sampled, logits[0] if logits else None
+
+    def _upload_ahead(self, inputs: StepInputs) -> None:
+        """What does not fit into the step's own upload: new requests' records, large block tables."""
+        entered = inputs.entered
+        for at in range(0, len(entered), ENTER_CAPACITY):
+            part = entered[at : at + ENTER_CAPACITY]
+            indices = np.full(ENTER_CAPACITY, _PADDING_INDEX, np.int32)
+            records = np.zeros((ENTER_CAPACITY, RECORD_WORDS), np.int32)
+            indices[: len(part)] = part
+            records[: len(part)] = self.batch.columns["sampling_record"][part]
+            self.state = self.executables.enter()(self.state, indices, records)
+        for updates in inputs.overflow:
+            for at in range(0, len(updates.cells), TABLE_CAPACITY):
+                part_cells = updates.cells[at : at + TABLE_CAPACITY]
+                cells = np.full(TABLE_CAPACITY, _PADDING_INDEX, np.int32)
+                values = np.zeros(TABLE_CAPACITY, np.int32)
+                cells[: len(part_cells)] = part_cells
+                values[: len(part_cells)] = updates.values[at : at + TABLE_CAPACITY]
+                self.state = self.executables.update_table(updates.group)(self.state, cells, values)
+
+    def _finish(self, pending: Pending) -> ModelRunnerOutput:
+        inputs, clock = pending._inputs, time.perf_counter
+        assert inputs is not None and pending._sampled is not None
+        start = clock()
+        sampled = np.asarray(pending._sampled)[: inputs.num_reqs]
+        arrived = clock()
+        tokens = record_sampled(self.batch, sampled[:, None])
+        self._pending = None
+        times = self.times
+        times.steps += 1
+        times.wait += arrived - start
+        times.record += clock() - arrived
+        logits: Any = None
+        if pending._logits is not None:
+            logits = np.asarray(pending._logits)[: inputs.num_logits]
+        return ModelRunnerOutput(
+            req_ids=inputs.req_ids,
+            req_id_to_index={req_id: row for row, req_id in enumerate(inputs.req_ids)},
+            sampled_token_ids=tokens,
+            logits=logits,
+        )

@@ -1,0 +1,209 @@
+"""The step: forward over the token stream, then head and sampler over the rows that need logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jaxrunner.step.inputs import StepArrays
+from jaxrunner.step.sampling import sample
+from jaxrunner.step.state import DeviceState
+from models import merge
+from pallas_kernels import (
+    AttentionImplementation,
+    CommonAttentionMetadata,
+    GroupSpec,
+    KVCache,
+    StepAttention,
+    slot_mapping,
+)
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """One KV-cache group: what its layers share.
+
+    Attributes:
+        spec: block size and kind of cache, as the kernels want to know it.
+        implementation: what attends in its layers.
+    """
+
+    spec: GroupSpec
+    implementation: AttentionImplementation
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeadInputs:
+    """What head and sampler know of each logits row. Always S_max rows; rows past ``num_logits`` are padding.
+
+    Attributes:
+        request_index: whose row it is; padding: the scratch index.
+        position: where in its request the sampled token will stand.
+        commit: the sample counts. False for padding, and where known tokens remain to be computed.
+        flags: the sampling features any row needs.
+    """
+
+    request_index: Int32[Array, "S_max"]
+    position: Int32[Array, "S_max"]
+    commit: Bool[Array, "S_max"]
+    flags: Int32[Array, ""]
+
+
+@dataclass(frozen=True)
+class StepFunctions:
+    """The pure functions of a step, for one model and one set of limits. Everything here is static.
+
+    Attributes:
+        graphdef: of the model; ``models.split(model)`` gives it, with the flat tuple of parameters.
+        groups: the cache groups, in the order of the model's attention layers' ``group``.
+        max_num_reqs: request indices; the scratch index is this number.
+        max_logits: S_max.
+    """
+
+    graphdef: Any
+    groups: tuple[CacheGroup, ...]
+    max_num_reqs: int
+    max_logits: int
+
+    def forward(
+        self,
+        params: tuple[Array, ...],
+        kv_caches: tuple[KVCache, ...],
+        state: DeviceState,
+        inputs: StepArrays,
+    ) -> tuple[Float[Array, "S_max E"], HeadInputs, tuple[KVCache, ...], DeviceState]:
+        """Runs the model over the step's tokens; their keys and values go into the caches.
+
+        Donate ``kv_caches`` and ``state``: both are returned updated.
+
+        Returns:
+            Hidden states after the final norm, only of the tokens in ``inputs.logits_indices``; what the head needs
+            to know of them; the caches; the state with the step's block-table updates.
+        """
+        state = self._with_table_updates(state, inputs)
+        num_tokens, num_rows = inputs.token_ids.shape[0], inputs.idx_mapping.shape[0]
+        starts = inputs.query_start_loc
+        query_lens = starts[1:] - starts[:-1]
+        seq_lens = jnp.where(query_lens > 0, inputs.num_computed + query_lens, 0)
+
+        token = jnp.arange(num_tokens, dtype=jnp.int32)
+        real = token < inputs.num_tokens
+        # The row whose interval holds the token: empty intervals share a start, the last of them is passed over.
+        rows = jnp.searchsorted(starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
+        row = jnp.minimum(rows, num_rows - 1)
+        positions = jnp.where(real, inputs.num_computed[row] + token - starts[row], 0)
+
+        # The last token before the drafts may be one that only the device knows.
+        sampled_at = starts[1:] - 1 - inputs.num_draft
+        from_device = real & (inputs.use_device[row] != 0) & (token == sampled_at[row])
+        token_ids = jnp.where(from_device, state.last_sampled[inputs.idx_mapping[row]], inputs.token_ids)
+
+        is_prefilling = seq_lens < inputs.num_known
+        attention = [
+            self._attention(g, group, state, inputs, query_lens, seq_lens, positions, is_prefilling)
+            for g, group in enumerate(self.groups)
+        ]
+        hidden, kv_caches = merge(self.graphdef, params)(token_ids, positions, kv_caches, attention)
+
+        at = _pad_rows(inputs.logits_indices, self.max_logits)
+        logits_row = jnp.arange(self.max_logits, dtype=jnp.int32)
+        used = logits_row < inputs.num_logits
+        head_inputs = HeadInputs(
+            request_index=jnp.where(used, inputs.idx_mapping[row[at]], self.max_num_reqs),
+            position=jnp.where(used, positions[at] + 1, 0),
+            commit=used & (seq_lens >= inputs.num_known)[row[at]],
+            flags=inputs.flags,
+        )
+        return hidden[at], head_inputs, kv_caches, state
+
+    def head_and_sample(
+        self,
+        params: tuple[Array, ...],
+        state: DeviceState,
+        hidden: Float[Array, "S_max E"],
+        head_inputs: HeadInputs,
+        *,
+        num_rows: int | None = None,
+        return_logits: bool = False,
+    ) -> tuple[Int32[Array, "S"], DeviceState] | tuple[Int32[Array, "S"], DeviceState, Float32[Array, "S V"]]:
+        """Logits of the first ``num_rows`` rows (all by default), and a token for each.
+
+        Returns:
+            Tokens, -1 where the sample must not count; the state, which remembers each request's last sample; and
+            the logits if asked for.
+        """
+        s = num_rows if num_rows is not None else hidden.shape[0]
+        rows = HeadInputs(
+            head_inputs.request_index[:s], head_inputs.position[:s], head_inputs.commit[:s], head_inputs.flags
+        )
+        logits = merge(self.graphdef, params).compute_logits(hidden[:s])
+        token = sample(logits, rows.position, state.sampling.rows(rows.request_index), rows.flags)
+        past_the_end = self.max_num_reqs + 1
+        target = jnp.where(rows.commit, rows.request_index, past_the_end)
+        state = replace(state, last_sampled=state.last_sampled.at[target].set(token, mode="drop"))
+        sampled = jnp.where(rows.commit, token, -1)
+        return (sampled, state, logits) if return_logits else (sampled, state)
+
+    def step(
+        self,
+        params: tuple[Array, ...],
+        kv_caches: tuple[KVCache, ...],
+        state: DeviceState,
+        inputs: StepArrays,
+        *,
+        return_logits: bool = False,
+        return_hidden: bool = False,
+    ) -> tuple[Any, ...]:
+        """``forward`` and ``head_and_sample`` in one: (sampled, kv_caches, state[, logits][, hidden])."""
+        hidden, head_inputs, kv_caches, state = self.forward(params, kv_caches, state, inputs)
+        sampled, state, *logits = self.head_and_sample(
+            params, state, hidden, head_inputs, return_logits=return_logits
+        )
+        return (sampled, kv_caches, state, *logits, *([hidden] if return_hidden else []))
+
+    def _with_table_updates(self, state: DeviceState, inputs: StepArrays) -> DeviceState:
+        tables: Sequence[Array] = state.block_tables
+        updated = []
+        for g, table in enumerate(tables):
+            cells = jnp.where(inputs.update_group == g, inputs.update_cell, table.size)
+            updated.append(table.reshape(-1).at[cells].set(inputs.update_value, mode="drop").reshape(table.shape))
+        return replace(state, block_tables=tuple(updated))
+
+    def _attention(
+        self,
+        g: int,
+        group: CacheGroup,
+        state: DeviceState,
+        inputs: StepArrays,
+        query_lens: Int32[Array, "R"],
+        seq_lens: Int32[Array, "R"],
+        positions: Int32[Array, "T"],
+        is_prefilling: Bool[Array, "R"],
+    ) -> StepAttention:
+        size = group.spec.block_size
+        table = state.block_tables[g][inputs.idx_mapping]
+        used = (seq_lens + size - 1) // size
+        table = jnp.where(jnp.arange(table.shape[1], dtype=jnp.int32)[None, :] < used[:, None], table, 0)
+        slots = slot_mapping(inputs.query_start_loc, positions, table, block_size=size)
+        common = CommonAttentionMetadata.make(
+            query_start_loc=inputs.query_start_loc,
+            seq_lens=seq_lens,
+            block_table=table,
+            slot_mapping=slots,
+            positions=positions,
+            num_reqs=inputs.num_reqs,
+            is_prefilling=is_prefilling,
+            block_size=size,
+        )
+        metadata = group.implementation.build(common, group.spec)
+        return StepAttention(group.implementation, metadata, slots)
+
+
+def _pad_rows(values: Int32[Array, "S"], length: int) -> Int32[Array, "length"]:
+    return jnp.pad(values, (0, length - values.shape[0]))
