@@ -1,8 +1,8 @@
 """The blocks of one cache group: lent, shared, and kept for a while after their last owner has gone.
 
-Every block is in one of four states. *null*: block 0, never lent; padding points at it. *owned*: one or more requests
-hold it. *cached-free*: nobody holds it, but its content can still be found by hash. *free*: nobody holds it and
-nobody can find it.
+Every block is in one of four states. *null*: block 0, never lent; padding points at it. *owned*: one or more
+requests hold it. *cached-free*: nobody holds it, but its content can still be found by hash. *free*: nobody
+holds it and nobody can find it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class BlockPool:
         self._hash: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, NULL_BLOCK_ID, -1))  # a stack: low ids first
-        # In order of release. A dict would do, but finding its first key slows down with every one removed in front.
+        # In order of release. A dict would do, but finding its first key slows down with every one removed in
+        # front.
         self._cached_free: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -52,7 +53,9 @@ class BlockPool:
         return sum(not self._owners[block_id] for block_id in block_ids)
 
     def allocate(self, count: int) -> list[int]:
-        """Lend ``count`` blocks whose content is up to the new owner. The caller has looked at ``num_free``."""
+        """Lend ``count`` blocks whose content is up to the new owner. The caller has looked at
+        ``num_free``.
+        """
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked of a pool with {self.num_free} free of {self.num_blocks}")
         blocks = []

@@ -1,6 +1,7 @@
 """The blocks of every request in every cache group, and the prefix cache over them.
 
-Everything is per group: a request's blocks are a tuple with one list a group, each group has a pool of its own, and a
+Everything is per group: a request's blocks are a tuple with one list a group, each group has a pool of its
+    own, and a
 prefix counts as found only as far as all groups have it.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxrunner.kv_cache.block_pool import BlockPool
@@ -24,8 +26,8 @@ class PrefixCacheStats:
 
     Attributes:
         requests, queries, hits: requests admitted for the first time, their tokens, and those found.
-        resumed_requests, resumed_queries, resumed_hits: the same for requests that come back from preemption, which
-            mostly find what they computed themselves.
+        resumed_requests, resumed_queries, resumed_hits: the same for requests that come back from preemption,
+            which mostly find what they computed themselves.
     """
 
     requests: int = 0
@@ -60,10 +62,12 @@ class KVCacheManager:
         self.stats = PrefixCacheStats()
         self.pools = tuple(BlockPool(config.num_blocks) for _ in config.groups)
         self._block_sizes = tuple(group.spec.block_size for group in config.groups)
-        # One chain serves groups of different block sizes: a hash covers everything before it, so the hash of a large
-        # block is that of the last small one inside it.
+        # One chain serves groups of different block sizes: a hash covers everything before it, so the hash of
+        # a large block is that of the last small one inside it.
         self._hash_block_size = math.gcd(*self._block_sizes)
         self._hit_alignment = math.lcm(*self._block_sizes)
+        # A request has nothing new to publish before it has computed so many tokens more.
+        self.publish_interval = self._hash_block_size if enable_prefix_caching else 2**62
         self._blocks: dict[str, GroupBlocks] = {}
         self._epoch = 0
 
@@ -90,8 +94,8 @@ class KVCacheManager:
 
         Returns:
             Blocks per group and the tokens they hold: a multiple of every group's block size and at most
-            ``num_tokens - 1``, because the last token must run to give logits. Nothing is taken yet: pass the blocks to
-            ``allocate_slots`` before anything else is allocated.
+            ``num_tokens - 1``, because the last token must run to give logits. Nothing is taken yet: pass the
+            blocks to ``allocate_slots`` before anything else is allocated.
         """
         found: GroupBlocks = tuple([] for _ in self.pools)
         if not self.enable_prefix_caching:
@@ -122,45 +126,46 @@ class KVCacheManager:
             computed_blocks: what ``get_computed_blocks`` just found, for a request that holds no blocks yet.
             keep_free: give nothing unless so many blocks stay free in every group.
         Returns:
-            The newly lent blocks per group, found ones not among them; () when there was room already; None, and nothing
-            changed, when a group has too few free blocks.
+            The newly lent blocks per group, found ones not among them; () when there was room already; None,
+            and nothing changed, when a group has too few free blocks.
         """
         if num_tokens <= request.num_block_tokens:
             return ()
-        blocks = self._blocks.get(request.request_id)
-        if blocks is None:
-            blocks = computed_blocks or tuple([] for _ in self.pools)
-        counts = [
-            max(-(-num_tokens // block_size) - len(held), 0)
-            for block_size, held in zip(self._block_sizes, blocks, strict=True)
-        ]
-        for i, pool in enumerate(self.pools):
-            taken = pool.num_unowned(computed_blocks[i]) if computed_blocks else 0
-            if counts[i] + taken + keep_free > pool.num_free:
+        found = computed_blocks or tuple([] for _ in self.pools)
+        blocks = self._blocks.get(request.request_id, found)
+        starts = blocks is found
+        counts = []
+        for pool, block_size, held in zip(self.pools, self._block_sizes, blocks, strict=True):
+            count = max(-(-num_tokens // block_size) - len(held), 0)
+            taken = pool.num_unowned(held) if starts else 0
+            if count + taken + keep_free > pool.num_free:
                 return None
+            counts.append(count)
 
-        if computed_blocks:
-            # First, so that what was found can't be lent out as new.
-            for pool, found in zip(self.pools, computed_blocks, strict=True):
-                pool.share(found)
-            request.num_published_tokens = len(computed_blocks[0]) * self._block_sizes[0]
-        new_blocks = tuple(pool.allocate(count) for pool, count in zip(self.pools, counts, strict=True))
-        for held, new in zip(blocks, new_blocks, strict=True):
+        if starts:
+            self._blocks[request.request_id] = found
+            request.num_published_tokens = len(found[0]) * self._block_sizes[0]
+            for pool, held in zip(self.pools, found, strict=True):
+                pool.share(held)  # before anything is lent as new, so that it can't be one of these
+        new_blocks = []
+        room = []
+        for pool, block_size, held, count in zip(self.pools, self._block_sizes, blocks, counts, strict=True):
+            new = pool.allocate(count)
             held.extend(new)
-        self._blocks[request.request_id] = blocks
-        request.num_block_tokens = min(
-            len(held) * block_size for held, block_size in zip(blocks, self._block_sizes, strict=True)
-        )
-        return new_blocks
+            new_blocks.append(new)
+            room.append(len(held) * block_size)
+        request.num_block_tokens = min(room)
+        return tuple(new_blocks)
 
     def cache_blocks(self, request: Request) -> None:
         """Let the full blocks among the request's *computed* tokens be found by others.
 
-        To be called once a step has been processed, never when it is scheduled: a request that found a block in the
+        To be called once a step has been processed, never when it is scheduled: a request that found a block
+            in the
         same step would read what isn't written yet.
         """
         computed = request.num_computed_tokens
-        if computed - request.num_published_tokens < self._hash_block_size or not self.enable_prefix_caching:
+        if computed - request.num_published_tokens < self.publish_interval:
             return
         if request.hash_epoch != self._epoch:
             return  # computed before a reset, in part at least
@@ -176,8 +181,8 @@ class KVCacheManager:
         """Take back all blocks. Computed full ones can still be found until they are lent again."""
         if request.request_id not in self._blocks:
             return
-        # Again from the start: where a twin with the same content stood in for one of these blocks and has been
-        # overwritten since, this one takes its place.
+        # Again from the start: where a twin with the same content stood in for one of these blocks and has
+        # been overwritten since, this one takes its place.
         request.num_published_tokens = 0
         self.cache_blocks(request)
         for pool, held in zip(self.pools, self._blocks.pop(request.request_id), strict=True):
@@ -186,16 +191,16 @@ class KVCacheManager:
         request.num_published_tokens = 0
         request.num_block_tokens = 0
 
-    def num_common_prefix_blocks(self, request: Request) -> list[int]:
-        """Per group, the leading blocks that ``request`` shares with all other requests that hold blocks.
+    def num_common_prefix_blocks(self, requests: Sequence[Request]) -> list[int]:
+        """Per group, the leading blocks that all requests hold: not only these, all that have any.
 
-        All 0 where it's alone: its blocks are then not necessarily computed, shared ones are.
+        All 0 for fewer than two: the blocks of one are not necessarily computed, shared ones are.
         """
         owners = len(self._blocks)
-        if owners < 2:
+        if owners < 2 or not requests:
             return [0] * self.num_groups
         common = []
-        for pool, held in zip(self.pools, self._blocks[request.request_id], strict=True):
+        for pool, held in zip(self.pools, self._blocks[requests[0].request_id], strict=True):
             count = 0
             while count < len(held) and pool.num_owners(held[count]) == owners:
                 count += 1
@@ -203,8 +208,10 @@ class KVCacheManager:
         return common
 
     def reset_prefix_cache(self) -> None:
-        """Nothing computed so far will be found again, as after a change of weights. Running requests go on."""
-        self._epoch += 1  # and what they compute from here on starts from the old state: not to be found either
+        """Nothing computed so far will be found again, as after a change of weights. Running requests go
+        on.
+        """
+        self._epoch += 1  # what they compute from here on builds on the old state: not to be found either
         for pool in self.pools:
             pool.forget_all()
 
@@ -212,7 +219,8 @@ class KVCacheManager:
         """free + cached-free + owned + null = total, in every group, with the right owners.
 
         Raises:
-            RuntimeError: naming group, block and counts. It costs a pass over all blocks: for tests and debugging.
+            RuntimeError: naming group, block and counts. It costs a pass over all blocks: for tests and
+                debugging.
         """
         for group, pool in enumerate(self.pools):
             held = Counter(block_id for blocks in self._blocks.values() for block_id in blocks[group])
@@ -228,6 +236,9 @@ class KVCacheManager:
         if request.hash_epoch != self._epoch:
             request.hash_epoch = self._epoch
             request.block_hashes.clear()
-        salt = request.cache_salt
-        root = chain_root(self._epoch, () if salt is None else (("cache_salt", salt),))
-        extend_chain(request.block_hashes, request.all_token_ids, self._hash_block_size, root)
+        hashes, salt = request.block_hashes, request.cache_salt
+        if hashes:
+            parent = hashes[-1]
+        else:
+            parent = chain_root(self._epoch, () if salt is None else (("cache_salt", salt),))
+        extend_chain(hashes, request.all_token_ids, self._hash_block_size, parent)

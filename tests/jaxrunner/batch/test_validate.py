@@ -1,0 +1,170 @@
+"""Every impossible SchedulerOutput is refused by name, and the batch is bit for bit what it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrunner.batch import InputBatch, SchedulerOutputError, update_states
+from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+def batch() -> InputBatch:
+    """A and B run, C is unscheduled, D is preempted; one index of four is free."""
+    b = InputBatch(
+        max_num_reqs=4,
+        max_model_len=16,
+        max_num_batched_tokens=12,
+        vocab_size=100,
+        block_sizes=(4,),
+        num_speculative_tokens=2,
+    )
+    new = [NewRequestData(r, [1, 2, 3], ([i + 1],)) for i, r in enumerate("ABCD")]
+    update_states(b, SchedulerOutput(new, num_scheduled_tokens=dict.fromkeys("ABCD", 3), total_num_scheduled_tokens=12))
+    b.token_ids[:, 3], b.num_tokens[:] = 7, 4
+    so = valid()
+    so.preempted_req_ids = {"D"}
+    update_states(b, so)
+    b.token_ids[:2, 4], b.num_tokens[:2] = 8, 5
+    return b
+
+
+def valid() -> SchedulerOutput:
+    """A and B decode one token."""
+    return SchedulerOutput(
+        scheduled_cached_reqs=CachedRequestData(["A", "B"], set(), [None, None], [3, 3], [1, 1]),
+        num_scheduled_tokens={"A": 1, "B": 1},
+        total_num_scheduled_tokens=2,
+    )
+
+
+def next_valid() -> SchedulerOutput:
+    so = valid()
+    so.scheduled_cached_reqs = CachedRequestData(["A", "B"], set(), [([9],), ([10],)], [4, 4], [2, 2])
+    return so
+
+
+def with_new(**fields: Any) -> SchedulerOutput:
+    so = next_valid()
+    data = {"req_id": "N", "prompt_token_ids": [1, 2], "block_ids": ([20],)} | fields
+    so.scheduled_new_reqs = [NewRequestData(**data)]
+    so.num_scheduled_tokens |= {data["req_id"]: 2}
+    so.total_num_scheduled_tokens = 4
+    return so
+
+
+def changed(change: Callable[[SchedulerOutput], Any]) -> SchedulerOutput:
+    so = next_valid()
+    change(so)
+    return so
+
+
+def cached(**columns: Any) -> SchedulerOutput:
+    so = next_valid()
+    for name, value in columns.items():
+        setattr(so.scheduled_cached_reqs, name, value)
+    return so
+
+
+def resume_without_blocks() -> SchedulerOutput:
+    so = next_valid()
+    so.scheduled_cached_reqs = CachedRequestData(["D"], {"D"}, [None], [0], [1])
+    so.num_scheduled_tokens, so.total_num_scheduled_tokens = {"D": 4}, 4
+    return so
+
+
+def too_many() -> SchedulerOutput:
+    so = next_valid()
+    so.scheduled_new_reqs = [NewRequestData(r, [1], ([20 + i],)) for i, r in enumerate("NO")]
+    so.num_scheduled_tokens |= {"N": 1, "O": 1}
+    so.total_num_scheduled_tokens = 4
+    return so
+
+
+def drafts(values: dict[str, list[int]], scheduled: int = 2) -> SchedulerOutput:
+    so = next_valid()
+    so.scheduled_spec_decode_tokens = values
+    so.num_scheduled_tokens["A"] = scheduled
+    so.total_num_scheduled_tokens = 1 + scheduled
+    return so
+
+
+BAD = {
+    "unknown id": (cached(req_ids=["A", "X"]), "differs in|'X'"),
+    "duplicate id": (cached(req_ids=["A", "A"]), "twice|differs"),
+    "both new and cached": (with_new(req_id="A"), "both new and cached|adds up|differs"),
+    "new and known": (with_new(req_id="C"), "'C' is new, and the runner has one"),
+    "empty prompt": (with_new(prompt_token_ids=[]), "'N' has an empty prompt"),
+    "prompt too long": (with_new(prompt_token_ids=[1] * 17, block_ids=([20, 21, 22, 23, 24],)), "max_model_len is 16"),
+    "token outside the vocabulary": (with_new(prompt_token_ids=[1, 100]), "token id 100 .* 0..99"),
+    "negative token": (with_new(prompt_token_ids=[1, -1]), "token id -1"),
+    "no room for the tokens": (with_new(block_ids=([],)), "'N': position 1 lies behind its 0 blocks"),
+    "wrong number of groups": (with_new(block_ids=([20], [21])), "2 cache groups, there are 1"),
+    "negative block": (with_new(block_ids=([-3],)), "block -3"),
+    "too many blocks": (with_new(block_ids=([1, 2, 3, 4, 5],)), "5 blocks .* 4 columns"),
+    "computed past the prompt": (with_new(num_computed_tokens=1), "1 computed \\+ 2 scheduled, and it has 2"),
+    "prefill shorter than the prompt": (with_new(prefill_token_ids=[1]), "must hold the whole prompt"),
+    "sum is not total": (changed(lambda so: setattr(so, "total_num_scheduled_tokens", 3)), "adds up to 2, .* is 3"),
+    "nothing for a request": (changed(lambda so: so.num_scheduled_tokens.update(A=2, B=0)), "'B' is scheduled for 0"),
+    "missing count": (changed(lambda so: so.num_scheduled_tokens.pop("B")), "differs in \\['B'\\]"),
+    "over the budget": (
+        changed(lambda so: (so.num_scheduled_tokens.update(A=12), setattr(so, "total_num_scheduled_tokens", 13))),
+        "budget max_num_batched_tokens is 12",
+    ),
+    "more than known": (
+        changed(lambda so: (so.num_scheduled_tokens.update(A=2), setattr(so, "total_num_scheduled_tokens", 3))),
+        "'A': 4 computed \\+ 2 scheduled tokens, and it has 5",
+    ),
+    "negative computed": (cached(num_computed_tokens=[-1, 4]), "'A': -1 computed"),
+    "behind its blocks": (cached(new_block_ids=[None, ([10],)]), "'A': position 4 lies behind its 1 blocks"),
+    "column lengths": (cached(new_block_ids=[None]), "new_block_ids has 1 entries for 2"),
+    "finished and scheduled": (changed(lambda so: so.finished_req_ids.add("A")), "'A' is both finished and"),
+    "preempted and not resumed": (
+        changed(lambda so: so.preempted_req_ids.add("A")),
+        "'A' was preempted: name it in resumed_req_ids",
+    ),
+    "preempted is unknown": (changed(lambda so: so.preempted_req_ids.add("X")), "preempted requests \\['X'\\]"),
+    "resumed is not scheduled": (cached(resumed_req_ids={"D"}), "\\['D'\\] are not in"),
+    "resumed without blocks": (resume_without_blocks(), "'D' is resumed without blocks"),
+    "no index free": (too_many(), "2 requests enter and 1 of max_num_reqs=4"),
+    "drafts of nobody": (drafts({"C": [1]}), "'C' has draft tokens and is not scheduled"),
+    "too many drafts": (drafts({"A": [1, 2, 3]}, 4), "3 draft tokens, num_speculative_tokens is 2"),
+    "only drafts": (drafts({"A": [1, 2]}), "2 draft tokens among 2 scheduled"),
+    "draft outside the vocabulary": (drafts({"A": [100]}), "token id 100"),
+}
+
+
+def picture(b: InputBatch) -> list:
+    """Everything the batch holds, bit for bit."""
+    arrays = [b.columns[c.name].copy() for c in b.columns.columns]
+    arrays += [b.block_table[0].table.copy(), b.block_table[0].num_blocks.copy()]
+    arrays += [b.idx_mapping.copy(), b.row_of_index.copy(), b.num_scheduled.copy()]
+    plain = (b.req_ids, b.row_of, b.requests, b._free_indices, b._holes, b.scheduled_ids, b._entered, b.flags)
+    return [repr(plain), [a.tobytes() for a in arrays]]
+
+
+def test_the_valid_step_is_accepted() -> None:
+    b = batch()
+    update_states(b, next_valid())
+    update_states(batch(), with_new())
+    assert b.req_ids == ["A", "B"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_and_unchanged(name: str) -> None:
+    so, message = BAD[name]
+    b = batch()
+    before = picture(b)
+    with pytest.raises(SchedulerOutputError, match=message):
+        update_states(b, so)
+    assert picture(b) == before
+    update_states(b, next_valid())  # and the next good step goes through
+
+
+def test_check_can_be_left_out() -> None:
+    b = batch()
+    so = next_valid()
+    so.total_num_scheduled_tokens = 99
+    update_states(b, so, check=False)
+    assert np.array_equal(b.num_scheduled[:2], [1, 1])
