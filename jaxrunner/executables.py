@@ -1,4 +1,4 @@
-"""Compiled programs of a runner, one a shape: compiled ahead of time, so that nothing can recompile behind one's back."""
+"""Compiled programs of a runner, one a shape: made ahead of time, so that nothing recompiles behind one's back."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def check_token_count(batch: InputBatch, so: SchedulerOutput, inputs: StepInputs
 
 
 def check_query_start_loc(batch: InputBatch, so: SchedulerOutput, inputs: StepInputs) -> None:
-    """4. query_start_loc begins at 0, never falls, gives each row its scheduled count, and stays at Q in the padding."""
+    """4. query_start_loc begins at 0, never falls, gives each row its scheduled count, stays at Q in the padding."""
     starts = inputs.query_start_loc.tolist()
     _same(4, "query_start_loc[0]", starts[0], 0)
     for row, req_id in enumerate(batch.req_ids):
@@ -108,7 +108,8 @@ def check_seq_lens(batch: InputBatch, inputs: StepInputs) -> None:
         _same(6, f"{name}: seq_len", length, int(inputs.positions[starts[row + 1] - 1]) + 1)
         for group, table in enumerate(batch.block_table.tables):
             room = int(table.num_blocks[index]) * table.block_size
-            _same(6, f"{name}: seq_len {length} fits the {room} tokens of its blocks, group {group}", length <= room, True)
+            fits = f"{name}: seq_len {length} fits the {room} tokens of its blocks, group {group}"
+            _same(6, fits, length <= room, True)
     padding = inputs.seq_lens[batch.num_reqs :]
     _same(6, "seq_lens of padding rows", padding.tolist(), [0] * len(padding))
 

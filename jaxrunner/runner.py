@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from pallas_kernels import GroupSpec, KVCache, choose_attention
 
 from jaxrunner.batch import BufferRing, InputBatch, StepInputs, prepare_inputs, record_sampled, update_states
 from jaxrunner.compilation_cache import use_compilation_cache
@@ -21,7 +22,6 @@ from jaxrunner.refusals import refuse_unserved
 from jaxrunner.sampling_columns import RECORD_WORDS
 from jaxrunner.step import CacheGroup, DeviceState, StepFunctions, init_state
 from models import Decoder, split
-from pallas_kernels import GroupSpec, KVCache, choose_attention
 
 _PADDING_INDEX = np.iinfo(np.int32).max  # past every table: a scatter drops it
 
@@ -105,8 +105,12 @@ class ModelRunner:
         )
         self.state: DeviceState = init_state(config.max_num_reqs, [t.width for t in self.batch.block_table.tables])
         self.cache_plan: KVCachePlan = plan_caches(
-            config, layers, dtype, lambda: self._executables(allocate_caches(layers, 2, config.block_size, dtype))
-            .temporaries(self.shapes.tokens[-1])
+            config,
+            layers,
+            dtype,
+            lambda: self._executables(allocate_caches(layers, 2, config.block_size, dtype)).temporaries(
+                self.shapes.tokens[-1]
+            ),
         )
         self.kv_caches = allocate_caches(layers, self.cache_plan.num_blocks, config.block_size, dtype)
         self.executables = self._executables(self.kv_caches)

@@ -115,8 +115,8 @@ class SamplingParams:
                 _integer(name, getattr(self, name), -1)
         if self.truncate_prompt_tokens is not None:
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
-        put("stop", _strings("stop", self.stop or ()))
-        put("bad_words", _strings("bad_words", self.bad_words or ()))
+        put("stop", _strings("stop", () if self.stop is None else self.stop))
+        put("bad_words", _strings("bad_words", () if self.bad_words is None else self.bad_words))
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))

@@ -54,7 +54,9 @@ class BlockTable:
     Changes are noted cell by cell until ``take_updates``: that is what has to be uploaded.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, kernel_block_size: int | None = None) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, kernel_block_size: int | None = None
+    ) -> None:
         kernel_block_size = kernel_block_size or block_size
         if block_size % kernel_block_size:
             raise ValueError(f"kernel block size {kernel_block_size} does not divide block size {block_size}")
@@ -165,9 +167,7 @@ class MultiGroupBlockTable:
     ) -> None:
         block_sizes = tuple(block_sizes)
         kernel = tuple(kernel_block_sizes) if kernel_block_sizes is not None else block_sizes
-        self.tables = tuple(
-            BlockTable(num_rows, max_model_len, b, k) for b, k in zip(block_sizes, kernel, strict=True)
-        )
+        self.tables = tuple(BlockTable(num_rows, max_model_len, b, k) for b, k in zip(block_sizes, kernel, strict=True))
 
     def __getitem__(self, group: int) -> BlockTable:
         return self.tables[group]

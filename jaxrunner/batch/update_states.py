@@ -75,8 +75,7 @@ def _settle_rows(batch: InputBatch, so: SchedulerOutput) -> None:
         state = batch.new_state(data.req_id, data.sampling_params, len(data.prompt_token_ids))
         batch.enter(state, prefill, data.block_ids, data.num_computed_tokens)
         batch.take_row(data.req_id)
-    for i in np.flatnonzero(batch.row_of_index[indices] == NO_ROW) if len(states) == len(staying) else range(len(states)):
-        state = states[i]
+    for i, state in enumerate(states):
         if state.request_index == NO_INDEX:
             tokens = cached.all_token_ids.get(state.req_id)
             tokens = state.preempted_token_ids if tokens is None else tokens

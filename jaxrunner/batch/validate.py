@@ -222,4 +222,5 @@ def _check_token_ids(batch: InputBatch, req_id: str, what: str, token_ids: Token
     low, high = int(np.min(token_ids)), int(np.max(token_ids))
     if low < 0 or high >= batch.vocab_size:
         bad = low if low < 0 else high
-        _fail(f"request {req_id!r}: token id {bad} among its {what} is outside the vocabulary 0..{batch.vocab_size - 1}")
+        vocabulary = f"0..{batch.vocab_size - 1}"
+        _fail(f"request {req_id!r}: token id {bad} among its {what} is outside the vocabulary {vocabulary}")

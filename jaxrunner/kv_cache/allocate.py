@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from pallas_kernels import AttentionLayer, KVCache
 
 from jaxrunner.config import RunnerConfig
 from jaxrunner.shapes.buckets import cdiv
-from pallas_kernels import AttentionLayer, KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def plan_caches(
         room = int(config.gpu_memory_utilization * limit) - used - temp
         blocks = room // size
         why = (
-            f"{blocks} blocks of {size} bytes: {config.gpu_memory_utilization:g} x {limit} bytes of {device.device_kind}"
-            f" - {used} in use - {temp} of temporaries"
+            f"{blocks} blocks of {size} bytes: {config.gpu_memory_utilization:g} x {limit} bytes of"
+            f" {device.device_kind} - {used} in use - {temp} of temporaries"
         )
     else:
         blocks = min(enough, config.cpu_cache_bytes // size)

@@ -9,11 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
-
-from jaxrunner.step.inputs import StepArrays
-from jaxrunner.step.sampling import sample
-from jaxrunner.step.state import DeviceState
-from models import merge
 from pallas_kernels import (
     AttentionImplementation,
     CommonAttentionMetadata,
@@ -22,6 +17,11 @@ from pallas_kernels import (
     StepAttention,
     slot_mapping,
 )
+
+from jaxrunner.step.inputs import StepArrays
+from jaxrunner.step.sampling import sample
+from jaxrunner.step.state import DeviceState
+from models import merge
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,7 @@ class StepFunctions:
     ) -> tuple[Any, ...]:
         """``forward`` and ``head_and_sample`` in one: (sampled, kv_caches, state[, logits][, hidden])."""
         hidden, head_inputs, kv_caches, state = self.forward(params, kv_caches, state, inputs)
-        sampled, state, *logits = self.head_and_sample(
-            params, state, hidden, head_inputs, return_logits=return_logits
-        )
+        sampled, state, *logits = self.head_and_sample(params, state, hidden, head_inputs, return_logits=return_logits)
         return (sampled, kv_caches, state, *logits, *([hidden] if return_hidden else []))
 
     def _with_table_updates(self, state: DeviceState, inputs: StepArrays) -> DeviceState:

@@ -13,41 +13,11 @@ from jaxrunner.batch import (
     update_states,
 )
 from jaxrunner.batch.block_table import BlockTable, select_common_block_size
-from jaxrunner.invariants import check_invariants
 from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
+from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.shapes import StepShapes
+from scripts.packed import one_step, pack
 from tests.cases_by_id import case
-
-
-def one_step(
-    num_scheduled: list[int],
-    num_computed: list[int],
-    num_tokens: list[int] | None = None,
-    tables: list[list[int]] | None = None,
-    block_size: int = 4,
-    tokens: list[list[int]] | None = None,
-    ids: list[str] | None = None,
-) -> StepInputs:
-    """All requests arrive new in one step, with so many tokens computed."""
-    num_tokens = num_tokens or [c + s for c, s in zip(num_computed, num_scheduled, strict=True)]
-    ids = ids or [f"r{i}" for i in range(len(num_scheduled))]
-    batch = InputBatch(
-        max_num_reqs=8, max_model_len=256, max_num_batched_tokens=256, vocab_size=1000, block_sizes=(block_size,)
-    )
-    new = []
-    for i, (req_id, n) in enumerate(zip(ids, num_tokens, strict=True)):
-        blocks = tables[i] if tables else [100 * (i + 1) + b for b in range(-(-n // block_size))]
-        prompt = tokens[i] if tokens else list(range(n))
-        new.append(NewRequestData(req_id, prompt, (blocks,), num_computed[i]))
-    so = SchedulerOutput(
-        scheduled_new_reqs=new,
-        num_scheduled_tokens=dict(zip(ids, num_scheduled, strict=True)),
-        total_num_scheduled_tokens=sum(num_scheduled),
-    )
-    update_states(batch, so)
-    inputs = prepare_inputs(batch, so, StepShapes(256, 8, min_block_size=block_size))
-    check_invariants(batch, so, inputs)
-    return inputs
 
 
 def real(inputs: StepInputs, name: str) -> list:
@@ -63,8 +33,9 @@ def test_flat_stream(case_id: str) -> None:
     given, expected = case("seed_cases", case_id)
     computed = given.get("num_computed", [0] * len(given["num_scheduled"]))
     # null in a document's table: a block the example never touches; any id serves.
-    tables = [[b or 50 + i for i, b in enumerate(row)] for row in given["block_table"]] if "block_table" in given else None
+    tables = given.get("block_table") and [[b or 50 + i for i, b in enumerate(row)] for row in given["block_table"]]
     inputs = one_step(given["num_scheduled"], computed, tables=tables, block_size=given.get("block_size", 4))
+    assert inputs.layout.num_tokens == inputs.num_tokens
     for name, values in expected.items():
         if name == "visible_keys":
             visible = inputs.positions[: inputs.num_tokens] + 1
@@ -78,9 +49,21 @@ def test_flat_stream(case_id: str) -> None:
 def test_minimal_experiment() -> None:
     given, expected = case("seed_cases", "seed1_minimal_experiment")
     # A has 9 tokens and computes the last; B's prompt is longer than its chunk.
-    inputs = one_step(given["num_scheduled"], given["num_computed"], num_tokens=[9, 10], ids=given["req_ids"])
+    inputs = one_step(given["num_scheduled"], given["num_computed"], tokens=[9, 10])
+    assert inputs.req_ids == given["req_ids"]
     for name, values in expected.items():
         assert real(inputs, name) == values, name
+
+
+def test_pack() -> None:
+    given, expected = case("seed_cases", "seed2_pack")
+    requests, width, dim = given["padded_shape"]
+    result = pack(given["lengths"], width, dim)
+    assert len(given["lengths"]) == requests
+    for name, values in expected.items():
+        assert result[name] == values, name
+    padded = np.arange(requests * width * dim).reshape(given["padded_shape"])
+    assert result["packed"] == [padded[r, o].tolist() for r, o in expected["source_rows"]]
 
 
 def batch_of(ids: list[str], params: dict | None = None) -> InputBatch:
@@ -136,7 +119,7 @@ def test_flatten_positions() -> None:
     totals = [c + s for c, s in zip(given["num_computed"], given["num_scheduled"], strict=True)]
     # Token p of request r is r * width + p: what is gathered then shows from where.
     tokens = [[r * width + p for p in range(n)] for r, n in enumerate(totals)]
-    inputs = one_step(given["num_scheduled"], given["num_computed"], tokens=tokens)
+    inputs = one_step(given["num_scheduled"], given["num_computed"], token_ids=tokens)
     gathered = inputs["token_ids"][: inputs.num_tokens].tolist()
     assert gathered == expected.pop("token_gather")
     for name, values in expected.items():
@@ -145,7 +128,7 @@ def test_flatten_positions() -> None:
 
 def test_discard_by_counts() -> None:
     given, expected = case("runner_cases", "discard_mask")
-    inputs = one_step(given["num_scheduled"], given["num_computed"], num_tokens=given["num_tokens"])
+    inputs = one_step(given["num_scheduled"], given["num_computed"], tokens=given["num_tokens"])
     assert real(inputs, "discard") == expected["discard"]
 
 
@@ -219,6 +202,32 @@ def test_select_block_size() -> None:
                 select_common_block_size(manager, supported)
         else:
             assert select_common_block_size(manager, supported) == right
+
+
+def test_allowed_ids_stay_with_their_request() -> None:
+    """Sampling parameters are reached through the row's request, so no move can leave a stale copy behind."""
+    given, expected = case("runner_cases", "allowed_mask_condense")
+    allowed = given["constrained"]["2"]
+    batch = InputBatch(max_num_reqs=4, max_model_len=16, max_num_batched_tokens=64, vocab_size=100, block_sizes=(4,))
+    params = [SamplingParams(), SamplingParams(), SamplingParams(allowed_token_ids=allowed)]
+    new = [NewRequestData(str(i), [1], ([i + 1],), 0, p) for i, p in enumerate(params)]
+    counts = dict.fromkeys("012", 1)
+    update_states(batch, SchedulerOutput(new, num_scheduled_tokens=counts, total_num_scheduled_tokens=3))
+    batch.finish(str(given["remove"]))
+    batch.condense()
+    assert [int(r) for r in batch.req_ids] == expected["order"]
+    assert list(batch.requests[batch.req_ids[0]].sampling_params.allowed_token_ids) == expected["row0_allowed"]
+    assert batch.idx_mapping[2] == -1  # the vacated row leads nowhere
+    update_states(
+        batch,
+        SchedulerOutput(
+            [NewRequestData("3", [1], ([9],), 0, SamplingParams())],
+            CachedRequestData(["1", "2"], set(), [None, None], [0, 0], [0, 0]),
+            {"1": 1, "2": 1, "3": 1},
+            3,
+        ),
+    )
+    assert batch.requests[batch.req_ids[2]].sampling_params.allowed_token_ids is None
 
 
 def test_resident_requests_take_differences() -> None:

@@ -1,0 +1,216 @@
+"""Prompts of every accepted form to token ids, and the question whether each can be served at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrunner.outputs import Prompt
+from jaxrunner.refusals import refuse_sampling_params
+from jaxrunner.sampling_columns import MAX_STOP_TOKEN_IDS
+from jaxrunner.sampling_params import SamplingParams
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_FORMS = 'a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+
+
+class RefusedPrompt(ValueError):
+    """A prompt that can't be served. What is known of it travels along, for the output that stands for it."""
+
+    def __init__(self, message: str, text: str | None, token_ids: list[int]) -> None:
+        super().__init__(message)
+        self.text, self.token_ids = text, token_ids
+
+
+def split_prompts(prompts: Any) -> list[Any]:
+    """What ``LLM.generate`` is given, as a list of single prompts.
+
+    A text, a dict or a non-empty list of integers is one prompt. Any other list holds one prompt an entry; so ``[]``
+    is no prompt at all, and ``[[]]`` an empty one.
+
+    Raises:
+        ValueError: neither a prompt nor a list of prompts.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return [prompts] if prompts.ndim == 1 else list(prompts)
+    if isinstance(prompts, Sequence) and not isinstance(prompts, bytes):
+        return [prompts] if any(map(_is_integer, prompts)) else list(prompts)
+    raise ValueError(f"prompts must be {_FORMS}, or a list of those, got a {type(prompts).__name__}")
+
+
+def split_conversations(messages: Any) -> list[Any]:
+    """What ``LLM.chat`` is given, as a list of conversations: a list of messages is one."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise ValueError(
+            "messages must be a conversation, [{'role': 'user', 'content': '...'}, ...], or a list of conversations,"
+            f" got a {type(messages).__name__}"
+        )
+    return [messages] if any(isinstance(m, Mapping) for m in messages) else list(messages)
+
+
+def pair_params(params: Any, count: int, default: SamplingParams) -> list[SamplingParams]:
+    """One SamplingParams for each prompt: the default, the one given for all, or the list given.
+
+    Raises:
+        ValueError: another type, or a list of another length.
+    """
+    if params is None:
+        return [default] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params):
+        if len(params) != count:
+            raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one for all, or each")
+        return list(params)
+    raise ValueError(f"sampling_params must be a SamplingParams or a list of them, got {params!r:.100}")
+
+
+@dataclass(frozen=True, slots=True)
+class InputProcessor:
+    """Turns prompts into token ids and refuses those that can't be served.
+
+    Attributes:
+        tokenizer: None for a model without one: prompts are then token ids.
+        vocab_size: of the model; ids of prompts and stop tokens lie below it.
+        max_model_len: prompt and output tokens of one request.
+        cache_tokens: tokens that the KV cache can hold for one request.
+        eos_token_ids: the model's own.
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    max_model_len: int
+    cache_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    def process(self, prompt: Any, params: SamplingParams) -> Prompt:
+        """Checks one prompt and its parameters.
+
+        Raises:
+            RefusedPrompt: it can't be served; the message says why and what would help.
+        """
+        text, given, salt = _parts(prompt)
+        if given is None:
+            return self.check(Prompt(text, self._encode(text, add_special_tokens=True), params, salt))
+        return self.check(Prompt(text, _plain_ids(given, text), params, salt))
+
+    def process_chat(self, messages: Any, params: SamplingParams, template_options: Mapping[str, Any]) -> Prompt:
+        """Checks one conversation. The template writes BOS where the model wants one; the tokenizer adds none."""
+        if self.tokenizer is None:
+            raise RefusedPrompt("the model has no tokenizer, so no chat template: give token ids to generate()", None, [])
+        try:
+            text = self.tokenizer.apply_chat_template(messages, **template_options)
+        except ValueError as error:
+            raise RefusedPrompt(str(error), None, []) from None
+        return self.check(Prompt(text, self._encode(text, add_special_tokens=False), params))
+
+    def check(self, prompt: Prompt) -> Prompt:
+        """The prompt, cut to ``truncate_prompt_tokens`` if that is set.
+
+        Raises:
+            RefusedPrompt: empty, too long, ids outside the vocabulary, parameters that this model can't serve.
+        """
+        ids, params = prompt.token_ids, prompt.params
+
+        def refuse(message: str) -> RefusedPrompt:
+            return RefusedPrompt(message, prompt.text, ids)
+
+        if not ids:
+            what = "has no tokens" if prompt.text is not None else "is empty"
+            raise refuse(f"the prompt {what}; at least one token is needed")
+        if params.truncate_prompt_tokens is not None:
+            keep = params.truncate_prompt_tokens
+            if keep == 0:
+                raise refuse("truncate_prompt_tokens is 0, which leaves nothing: -1 cuts to the model's length")
+            ids = prompt.token_ids = ids[-(self._room if keep == -1 else keep) :]
+        self._check_ids(ids, refuse)
+        if len(ids) >= self.max_model_len:
+            raise refuse(
+                f"the prompt has {len(ids)} tokens, but max_model_len is {self.max_model_len} and at least one output"
+                f" token must fit too: shorten it to {self.max_model_len - 1} tokens or raise max_model_len"
+            )
+        if len(ids) > self.cache_tokens:
+            raise refuse(
+                f"the prompt has {len(ids)} tokens, but the KV cache holds {self.cache_tokens} of one request: shorten it"
+                " or give the cache more blocks (num_gpu_blocks_override, gpu_memory_utilization)"
+            )
+        self._check_params(params, refuse)
+        return prompt
+
+    @property
+    def _room(self) -> int:
+        return min(self.max_model_len - 1, self.cache_tokens)
+
+    def _check_ids(self, ids: list[int], refuse: Any) -> None:
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise refuse(
+                f"token id {bad} (at position {ids.index(bad)} of the prompt) is outside the vocabulary: ids are from 0"
+                f" to {self.vocab_size - 1}"
+            )
+
+    def _check_params(self, params: SamplingParams, refuse: Any) -> None:
+        try:
+            refuse_sampling_params(params)
+        except ValueError as error:
+            raise refuse(str(error)) from None
+        stops = tuple(params.stop_token_ids or ())
+        for token_id in stops:
+            if token_id >= self.vocab_size:
+                raise refuse(
+                    f"stop_token_ids holds {token_id}, which is outside the vocabulary: ids are from 0 to"
+                    f" {self.vocab_size - 1}"
+                )
+        held = len(set(stops) | set(() if params.ignore_eos else self.eos_token_ids))
+        if params.min_tokens and held > MAX_STOP_TOKEN_IDS:
+            raise refuse(f"min_tokens can hold back {MAX_STOP_TOKEN_IDS} stop token ids at most, not {held}")
+        if params.detokenize and self.tokenizer is None:
+            raise refuse("the model has no tokenizer: use SamplingParams(detokenize=False)")
+
+    def _encode(self, text: Any, *, add_special_tokens: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise RefusedPrompt("the model has no tokenizer: give the prompt as token ids", text, [])
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except ValueError as error:
+            raise RefusedPrompt(str(error), text, []) from None
+
+
+def _parts(prompt: Any) -> tuple[str | None, Any, str | None]:
+    """(text, token ids or None, cache salt) of a prompt in any form."""
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if not isinstance(prompt, Mapping):
+        return None, prompt, None
+    unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+    text, ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
+    problem = None
+    if unknown:
+        problem = f"a prompt given as a dict has the keys {list(_PROMPT_KEYS)}, got {unknown}"
+    elif text is None and ids is None:
+        problem = "a prompt given as a dict needs 'prompt' or 'prompt_token_ids'"
+    elif text is not None and not isinstance(text, str):
+        problem = f"'prompt' must be a text, got {text!r:.100}"
+    elif salt is not None and not isinstance(salt, str):
+        problem = f"'cache_salt' must be a text, got {salt!r:.100}"
+    if problem:
+        raise RefusedPrompt(problem, text if isinstance(text, str) else None, [])
+    return text, ids, salt
+
+
+def _plain_ids(ids: Any, text: str | None) -> list[int]:
+    if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu":
+        return ids.tolist()
+    if isinstance(ids, Sequence) and not isinstance(ids, str | bytes) and all(map(_is_integer, ids)):
+        return [int(i) for i in ids]
+    raise RefusedPrompt(f"a prompt must be {_FORMS}; got {ids!r:.100}", text, [])
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)

@@ -1,0 +1,119 @@
+"""What a user gets back. Fields are vLLM's; ``error`` is this project's own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrunner.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of ``time.monotonic``.
+
+    Attributes:
+        arrival_time: when it was handed to the engine.
+        first_token_time: when its first token (of any of its sequences) was on the host; None before.
+        finished_time: when its last sequence ended; None before.
+        num_preemptions: how often its sequences lost their blocks and were computed again.
+    """
+
+    arrival_time: float = field(default_factory=time.monotonic)
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence.
+
+    Attributes:
+        index: which of the request's ``n`` sequences it is.
+        text: the generated text; "" with ``detokenize=False``.
+        token_ids: every generated token, the stopping one included.
+        cumulative_logprob, logprobs: None; log probabilities are not served yet.
+        finish_reason: "stop" (an end-of-sequence token, a stop token or a stop string), "length" (``max_tokens`` or
+            the model's length), "abort", "error" (never ran, see ``RequestOutput.error``); None while it runs.
+        stop_reason: the stop string or the id out of ``stop_token_ids`` that ended it; None for an end-of-sequence
+            token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: Any = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its generated sequences.
+
+    Attributes:
+        request_id: given by the LLM, in the order in which requests came.
+        prompt: the prompt's text; None for a prompt of token ids.
+        prompt_token_ids: the prompt as the model saw it.
+        prompt_logprobs: None; not served yet.
+        outputs: ``SamplingParams.n`` sequences, by their index.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+        error: why the request was refused; None for one that ran. Only with ``on_error="return"``.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: Any = None
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
+    error: str | None = None
+
+    @classmethod
+    def refused(cls, request_id: str, prompt: str | None, prompt_token_ids: list[int], error: str) -> RequestOutput:
+        """The answer to a request that never ran."""
+        nothing = CompletionOutput(0, "", [], finish_reason="error")
+        return cls(request_id, prompt, prompt_token_ids, [nothing], True, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """What one step added to one sequence, for streaming.
+
+    Attributes:
+        index: of the sequence in its request.
+        text: new text that nothing later takes back: whole characters, and no part of a stop string. All deltas of a
+            sequence joined are its final text.
+        token_ids: new tokens. Their text may come with a later delta.
+        finish_reason, stop_reason: as in CompletionOutput.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt that has passed the checks of ``InputProcessor`` and can be served.
+
+    Attributes:
+        text: as the user gave it, or as the chat template made it; None if it came as ids.
+        cache_salt: prefix-cache blocks are shared only between prompts of the same salt.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str | None = None

@@ -1,0 +1,195 @@
+"""From logits to tokens: known answers, a brute-force filter, exact distributions, independence of everything else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrunner.sampling_columns import (
+    FILTERED,
+    HELD_BACK,
+    MAX_STOP_TOKEN_IDS,
+    RANDOM,
+    RECORD_WORDS,
+    derived_seed,
+    sampling_flags,
+    sampling_record,
+)
+from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.step import SamplingState, enter_requests, filter_logits, gumbel_noise, init_state, murmur3, sample
+from tests.cases_by_id import case
+
+ALL = RANDOM | FILTERED | HELD_BACK
+
+
+def state_of(*params: SamplingParams, num_prompt_tokens: int = 3, stop: tuple[int, ...] = ()) -> SamplingState:
+    """Rows of sampling state, through the record and its unpacking."""
+    records = [
+        np.frombuffer(sampling_record(p, f"r{i}", num_prompt_tokens, stop, 0), np.int32) for i, p in enumerate(params)
+    ]
+    n = len(params)
+    state = enter_requests(init_state(n, [1]), jnp.arange(n, dtype=jnp.int32), jnp.array(np.stack(records)))
+    return state.sampling.rows(jnp.arange(n))
+
+
+sample_jit = jax.jit(sample)
+
+
+def draw(logits: np.ndarray, positions: np.ndarray, params: SamplingState, flags: int = ALL) -> np.ndarray:
+    return np.asarray(sample_jit(jnp.asarray(logits, jnp.float32), jnp.asarray(positions), params, jnp.int32(flags)))
+
+
+def test_murmur3_known_answers() -> None:
+    inputs, expected = case("runner_cases", "murmur3")
+    seeds = [-(2**63) if s == "-2^63" else 2**63 - 1 if s == "2^63-1" else int(s, 0) for s in inputs["seed"]]
+    words = np.array([[s % 2**64 & 0xFFFFFFFF, s % 2**64 >> 32] for s in seeds], np.uint32)
+    pos, off = np.array(inputs["pos"], np.uint32), np.array(inputs["off"], np.uint32)
+    for name, domain in (("hash", 0), ("hash_domain_9E3779B9", 0x9E3779B9)):
+        hashes = murmur3((words[:, 0], words[:, 1], pos, off), domain)
+        assert [f"{int(h):08X}" for h in hashes] == expected[name]
+
+
+@pytest.mark.parametrize(("case_id", "field"), [("min_p", "min_p"), ("top_p", "top_p")])
+def test_filter_cases(case_id: str, field: str) -> None:
+    inputs, expected = case("runner_cases", case_id)
+    value = np.ravel(inputs[field])[0].item()
+    logits = np.log(np.array([inputs["p"]], np.float32))
+    kept = np.isfinite(filter_logits(jnp.asarray(logits - logits.max()), state_of(SamplingParams(**{field: value}))))
+    assert kept[0].astype(int).tolist() == np.ravel(expected["keep"]).tolist()
+
+
+def kept_by_sorting(logits: np.ndarray, min_p: float, top_k: int, top_p: float) -> np.ndarray:
+    """The filters by their definition, in float64, one after the other."""
+    keep = np.exp(logits - logits.max()) >= min_p
+    if top_k:
+        kth = np.sort(np.where(keep, logits, -np.inf))[::-1][min(top_k, len(logits)) - 1]
+        keep &= logits >= kth
+    if top_p < 1:
+        p = np.where(keep, np.exp(logits - logits.max()), 0.0)
+        p /= p.sum()
+        above = np.array([p[p > x].sum() for x in p])
+        keep &= above < top_p
+    return keep
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    top_k=st.sampled_from([0, 1, 2, 5, 40, 10**7]),
+    top_p=st.sampled_from([1.0, 0.999, 0.7, 0.2, 1e-6]),
+    ties=st.booleans(),
+)
+def test_filters_against_sorting(seed: int, min_p: float, top_k: int, top_p: float, ties: bool) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 2, 32).astype(np.float32)
+    if ties:
+        logits = np.round(logits)
+    params = state_of(SamplingParams(min_p=min_p, top_k=top_k, top_p=top_p))
+    scaled = logits - logits.max()
+    kept = np.isfinite(np.asarray(jax.jit(filter_logits)(jnp.asarray(scaled[None]), params)))[0]
+    expected = kept_by_sorting(scaled.astype(np.float64), min_p, top_k, top_p)
+    # At the very edge of top_p, float32 sums may go either way: only there may the two differ.
+    p = np.where(expected | kept, np.exp(scaled.astype(np.float64)), 0)
+    for token in np.flatnonzero(kept != expected):
+        above = p[p > p[token]].sum() / p.sum()
+        assert abs(above - top_p) < 1e-5, (token, above)
+    assert kept[np.argmax(logits)]
+
+
+def chi_square_fits(counts: np.ndarray, probability: np.ndarray) -> bool:
+    """The draw is plausible at the 0.1 % level (normal approximation of chi-square's tail)."""
+    total, there = counts.sum(), probability > 0
+    assert not counts[~there].any(), "a token of probability 0 was drawn"
+    expected = total * probability[there]
+    statistic, freedom = ((counts[there] - expected) ** 2 / expected).sum(), there.sum() - 1
+    return bool(statistic < freedom + 3.3 * np.sqrt(2 * freedom) + 6)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},  # only a temperature: every token may come
+        {"temperature": 0.5},
+        {"temperature": 2.0, "top_k": 3},
+        {"top_p": 0.8},
+        {"min_p": 0.2},
+        {"temperature": 1.5, "min_p": 0.05, "top_k": 6, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_distribution(params: dict) -> None:
+    """Draws over positions follow the exact distribution of the filtered softmax."""
+    logits = np.array([1.5, 1.0, 0.3, 0.0, -0.5, -1.0, -2.0, 0.9], np.float32)
+    sampling, n = SamplingParams(seed=7, **params), 20_000
+    scaled = (logits - logits.max()).astype(np.float64) / sampling.temperature
+    keep = kept_by_sorting(scaled, sampling.min_p, sampling.top_k, sampling.top_p)
+    probability = np.where(keep, np.exp(scaled), 0)
+    rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), state_of(sampling))
+    drawn = draw(np.tile(logits, (n, 1)), np.arange(n, dtype=np.int32), rows)
+    assert chi_square_fits(np.bincount(drawn, minlength=8), probability / probability.sum())
+
+
+def test_a_wrong_distribution_is_noticed() -> None:
+    probability = np.array([0.5, 0.3, 0.2])
+    assert not chi_square_fits(np.array([11_000, 5_800, 3_200]), probability)
+
+
+def test_noise_depends_on_seed_position_and_token_only() -> None:
+    seeds = jnp.array([[1, 0], [1, 0], [2, 0], [1, 1]], jnp.int32)
+    noise = np.asarray(gumbel_noise(seeds, jnp.array([5, 6, 5, 5]), 64))
+    alone = np.asarray(gumbel_noise(seeds[2:3], jnp.array([5]), 64))
+    np.testing.assert_array_equal(noise[2], alone[0])  # batch mates don't matter
+    np.testing.assert_array_equal(noise[:, :16], np.asarray(gumbel_noise(seeds, jnp.array([5, 6, 5, 5]), 16)))
+    for a in range(4):
+        for b in range(a):
+            assert not np.array_equal(noise[a], noise[b])
+    assert np.isfinite(noise).all()
+
+
+def test_greedy_rows_beside_random_ones() -> None:
+    """Whatever the flags and the neighbours: the lowest of the most likely tokens."""
+    logits = np.tile(np.array([0.0, 3.0, 1.0, 3.0], np.float32), (4, 1))
+    params = [SamplingParams(temperature=t, top_k=k) for t, k in [(0, 0), (1, 10**7), (1, 0), (0, 2)]]
+    positions = np.arange(4, dtype=np.int32)
+    tokens = draw(logits, positions, state_of(*params))
+    assert tokens[0] == tokens[3] == 1
+    greedy = state_of(*[SamplingParams(temperature=0)] * 4)
+    assert draw(logits, positions, greedy, flags=0).tolist() == [1, 1, 1, 1]
+    assert draw(logits, positions, greedy, flags=ALL).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-4, 1e-5, 1e-6, 1e-7])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    logits = np.random.default_rng(0).normal(0, 50, (4, 100)).astype(np.float32)
+    params = state_of(*[SamplingParams(temperature=temperature, seed=i) for i in range(4)])
+    assert draw(logits, np.arange(4, dtype=np.int32), params).tolist() == logits.argmax(axis=1).tolist()
+
+
+def test_top_k_of_one_is_greedy() -> None:
+    logits = np.random.default_rng(0).normal(0, 1, (8, 50)).astype(np.float32)
+    params = state_of(*[SamplingParams(top_k=1)] * 8)
+    assert draw(logits, np.arange(8, dtype=np.int32), params).tolist() == logits.argmax(axis=1).tolist()
+
+
+def test_min_tokens_holds_stop_tokens_back() -> None:
+    """Position 3 + 4 is the first at which a request with 3 prompt tokens and min_tokens 4 may stop."""
+    logits = np.array([[0.0, 5.0, 4.0, 1.0]] * 3, np.float32)
+    params = state_of(*[SamplingParams(temperature=0, min_tokens=4)] * 3, stop=(1, 2))
+    assert draw(logits, np.array([3, 6, 7], np.int32), params, HELD_BACK).tolist() == [3, 3, 1]
+
+
+def test_record_limits_and_flags() -> None:
+    many = tuple(range(MAX_STOP_TOKEN_IDS + 1))
+    assert len(sampling_record(SamplingParams(), "r", 1, many, 0)) == 4 * RECORD_WORDS  # nothing to hold back
+    with pytest.raises(ValueError, match="'r': min_tokens holds back at most 32 stop token ids, got 33"):
+        sampling_record(SamplingParams(min_tokens=1), "r", 1, many, 0)
+    assert sampling_flags(SamplingParams(temperature=0, top_k=5)) == 0
+    assert sampling_flags(SamplingParams()) == RANDOM
+    assert sampling_flags(SamplingParams(min_p=0.1)) == RANDOM | FILTERED
+
+
+def test_unseeded_requests_differ_and_repeat() -> None:
+    assert derived_seed(0, "a") == derived_seed(0, "a")
+    assert len({derived_seed(0, "a"), derived_seed(0, "b"), derived_seed(1, "a")}) == 3
