@@ -87,17 +87,17 @@ make_venv() {
 create_venv() {
     local base uv
     choose_base
+    uv=$(find_uv) || true
+    [ -n "$base$uv" ] || die "$no_python"
     mkdir -p "$venv"
     find "$venv/" -mindepth 1 -delete
     : >"$unfinished"
     if [ -n "$base" ]; then
         say "environment: making .venv with Python $(describe "$base" | cut -d' ' -f1) ($base)"
         make_venv "$base"
-    elif uv=$(find_uv); then
-        say "environment: making .venv with a Python 3.13 from uv"
-        "$uv" venv --quiet --allow-existing --seed --python 3.13 "$venv" || die "$no_python"
     else
-        die "$no_python"
+        say "environment: making .venv with a Python 3.13 that uv fetches"
+        "$uv" venv --quiet --allow-existing --seed --python 3.13 "$venv" || die "$no_python"
     fi
 }
 
@@ -105,10 +105,14 @@ create_venv() {
 cuda_for_driver() {
     local driver
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1) || true
-    case $driver in
-        '' | *[!0-9]*) ;;
-        *) if [ "$driver" -ge 580 ]; then echo cuda13; elif [ "$driver" -ge 525 ]; then echo cuda12; fi ;;
-    esac
+    case $driver in '' | *[!0-9]*) return ;; esac
+    if [ "$driver" -ge 580 ]; then
+        echo cuda13
+    elif [ "$driver" -ge 525 ]; then
+        echo cuda12
+    else
+        say "environment: JAX needs NVIDIA driver 525 or newer, this one is $driver; going on without the GPU"
+    fi
 }
 
 install() {
