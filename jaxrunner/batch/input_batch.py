@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from jaxrunner.batch.block_table import MultiGroupBlockTable
 from jaxrunner.batch.columns import ColumnTable, declared_columns
@@ -79,13 +79,24 @@ class InputBatch:
         self._holes: list[int] = []  # rows given up since the last condense
         self._entered: list[int] = []  # indices whose device state is not uploaded yet
 
-        # How this step's plan lies in the rows; written by update_states, read by prepare_inputs.
-        self.scheduled_ids: list[str] = []  # scheduler's order: cached, then new
-        self.scheduled_rows = np.zeros(0, np.intp)
-        self.rows_in_order = True  # scheduled_rows is 0, 1, 2, ...
+        # This step's plan by row; written by update_states, read by prepare_inputs.
         self.num_scheduled: Int32[np.ndarray, "R"] = np.zeros(max_num_reqs, np.int32)
-        self.flags = 0
+        self.num_computed: Int32[np.ndarray, "R"] = np.zeros(max_num_reqs, np.int32)
         self.any_drafts = False
+        self.flags = 0
+        # What holds until rows move again.
+        self.scheduled_ids: list[str] = []  # in the scheduler's order: cached, then new
+        self.settle()
+
+    def settle(self) -> None:
+        """To be called when rows have moved: refreshes what is derived from their order."""
+        n, ids = self.num_reqs, self.scheduled_ids
+        self.row_indices: Int64[np.ndarray, "n"] = self.idx_mapping[:n].astype(np.intp)
+        self.row_starts: Int64[np.ndarray, "n"] = self.row_indices * self.token_row_stride  # in the flat token table
+        self.scheduled_rows: Int64[np.ndarray, "n"] = np.fromiter(map(self.row_of.__getitem__, ids), np.intp, len(ids))
+        self.rows_in_order = bool((self.scheduled_rows == np.arange(len(ids))).all())
+        self.row_flags = int(np.bitwise_or.reduce(self.columns["sampling_flags"][self.row_indices], initial=0))
+        self.longest_hold = int(self.columns["min_length"][self.row_indices].max(initial=0))
 
     # ------------------------------------------------------------------ looking at it
     @property

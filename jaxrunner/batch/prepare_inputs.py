@@ -8,13 +8,14 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from jaxrunner.batch.buffers import BufferRing, aligned_zeros
+from jaxrunner.batch.buffers import BufferRing, StepBuffer, StepViews
 from jaxrunner.batch.input_batch import InputBatch
 from jaxrunner.batch.spec_decode import SpecDecodeMetadata, spec_decode_metadata
 from jaxrunner.protocol import SchedulerOutput
 from jaxrunner.shapes import StepLayout, StepShape, StepShapes
 
 PAD_SLOT_ID = -1
+_PAST_EVERY_TABLE = np.iinfo(np.int32).max  # a scatter drops it
 
 
 @dataclass(frozen=True)
@@ -38,21 +39,17 @@ class StepInputs:
         entered: request indices whose sampling record has to be uploaded before it.
     """
 
-    def __init__(self, batch: InputBatch, layout: StepLayout, shape: StepShape, buffer: np.ndarray) -> None:
-        self.layout, self.shape, self.buffer = layout, shape, buffer
+    def __init__(self, batch: InputBatch, layout: StepLayout, shape: StepShape, views: StepViews) -> None:
+        self.layout, self.shape, self._views = layout, shape, views
+        self.buffer: Int32[np.ndarray, "size"] = views["buffer"]
         self.req_ids = batch.req_ids.copy()
         self.overflow: list[TableUpdates] = []
         self.entered: list[int] = []
-        self._block_table, self._null_index = batch.block_table, batch.max_num_reqs
-        self._views: dict[str, np.ndarray] = {}
+        self._block_table = batch.block_table
 
     def __getitem__(self, name: str) -> Int32[np.ndarray, "n"]:
         """The field ``name`` of the layout, a view of the buffer."""
-        view = self._views.get(name)
-        if view is None:
-            at, length = self.layout.fields[name]
-            view = self._views[name] = self.buffer[at : at + length]
-        return view
+        return self._views[name]
 
     @property
     def num_reqs(self) -> int:
@@ -159,7 +156,7 @@ def prepare_inputs(
     n, t = batch.num_reqs, scheduler_output.total_num_scheduled_tokens
     if not n:
         raise ValueError("nothing is scheduled: there is no step to prepare")
-    indices = batch.idx_mapping[:n]
+    indices = batch.row_indices
     drafts = batch.num_draft_tokens[indices] if batch.any_drafts else None
     num_logits = n if drafts is None else n + int(drafts.sum())
     if shape is None:
@@ -167,36 +164,39 @@ def prepare_inputs(
     elif t > shape.num_tokens or n > shape.num_reqs or num_logits > shape.num_logits:
         raise ValueError(f"{t} tokens, {n} rows and {num_logits} logits rows do not fit {shape}")
     layout = shapes.layouts[shape.num_tokens]
-    buffer = buffers.acquire()[: layout.size] if buffers is not None else aligned_zeros(layout.size)
-    inputs = StepInputs(batch, layout, shape, buffer)
+    views = buffers.acquire(layout) if buffers is not None else StepBuffer(layout.size).views(layout)
+    inputs = StepInputs(batch, layout, shape, views)
 
-    inputs["num_reqs"][0], inputs["num_tokens"][0], inputs["num_logits"][0] = n, t, num_logits
-    inputs["flags"][0] = batch.flags
-    scheduled = batch.num_scheduled[:n]
-    starts = inputs["query_start_loc"]
+    views["num_reqs"][0], views["num_tokens"][0], views["num_logits"][0] = n, t, num_logits
+    views["flags"][0] = batch.flags
+    scheduled, computed = batch.num_scheduled[:n], batch.num_computed[:n]
+    starts = views["query_start_loc"]
     starts[0] = 0
-    np.cumsum(scheduled, out=starts[1 : n + 1])
+    scheduled.cumsum(out=starts[1 : n + 1])
     starts[n + 1 :] = t
-    _fill(inputs["idx_mapping"], indices, batch.max_num_reqs)
-    computed = inputs["num_computed"]
-    _fill(computed, batch.num_computed_tokens[indices], 0)
-    _fill(inputs["num_known"], batch.num_tokens[indices], 0)
-    _fill(inputs["num_draft"], drafts, 0)
-    inputs["use_device"][:] = 0
-
-    base = indices.astype(np.intp) * batch.token_row_stride + computed[:n]
-    if t == n:
-        cells = base
+    _fill(views["idx_mapping"], batch.idx_mapping[:n], batch.max_num_reqs)
+    _fill(views["num_computed"], computed, 0)
+    _fill(views["num_known"], batch.num_tokens[indices], 0)
+    if drafts is None:
+        views["num_draft"].fill(0)
     else:
-        cells = np.repeat(base - starts[:n], scheduled) + np.arange(t)
-    tokens = inputs["token_ids"]
-    np.take(batch.token_ids.reshape(-1), cells, out=tokens[:t], mode="clip")  # clip: no bounds pass, and all are inside
+        _fill(views["num_draft"], drafts, 0)
+    views["use_device"].fill(0)
+
+    cells = batch.row_starts + computed
+    if t != n:
+        cells = np.repeat(cells - starts[:n], scheduled)
+        cells += np.arange(t)
+    tokens = views["token_ids"]
+    batch.token_ids.reshape(-1).take(
+        cells, out=tokens[:t], mode="clip"
+    )  # clip: no second pass for bounds; all are inside
     tokens[t:] = 0
 
     if drafts is None:
-        _fill(inputs["logits_indices"], starts[1 : n + 1] - 1, 0)
+        _fill(views["logits_indices"], starts[1 : n + 1] - 1, 0)
     else:
-        _fill(inputs["logits_indices"], inputs.spec_decode_metadata.logits_indices, 0)
+        _fill(views["logits_indices"], inputs.spec_decode_metadata.logits_indices, 0)
     commit_block_table(batch, inputs)
     inputs.entered = batch.take_entered()
     return inputs
@@ -215,13 +215,12 @@ def commit_block_table(batch: InputBatch, inputs: StepInputs) -> None:
         end = at + len(cells)
         groups[at:end], cells_out[at:end], values_out[at:end] = group, cells, values
         at = end
-    groups[at:], values_out[at:] = 0, 0
-    cells_out[at:] = np.iinfo(np.int32).max  # past every table: dropped
+    groups[at:] = 0
+    values_out[at:] = 0
+    cells_out[at:] = _PAST_EVERY_TABLE
 
 
-def _fill(field: np.ndarray, values: np.ndarray | None, padding: int) -> None:
-    n = 0
-    if values is not None:
-        n = len(values)
-        field[:n] = values
+def _fill(field: np.ndarray, values: np.ndarray, padding: int) -> None:
+    n = len(values)
+    field[:n] = values
     field[n:] = padding

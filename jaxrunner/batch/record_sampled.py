@@ -23,8 +23,8 @@ def record_sampled(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> list
     if sampled.ndim != 2 or len(sampled) != n:
         raise ValueError(f"sampled must be [{n}, w] for the {n} rows of the step, got {list(sampled.shape)}")
     there = sampled >= 0
-    indices = batch.idx_mapping[:n].astype(np.intp)
-    at = indices * batch.token_row_stride + batch.num_tokens[indices]
+    indices = batch.row_indices
+    at = batch.row_starts + batch.num_tokens[indices]
     tokens = batch.token_ids.reshape(-1)
     if sampled.shape[1] == 1:
         column, kept = sampled[:, 0], there[:, 0]

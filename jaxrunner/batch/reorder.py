@@ -42,17 +42,16 @@ def split_order(
 def reorder_decodes_first(batch: InputBatch, threshold: int = 1) -> bool:
     """Reorders the rows of a batch whose states are updated; True if any row moved."""
     n = batch.num_reqs
-    indices = batch.idx_mapping[:n]
     order = split_order(
         batch.num_scheduled[:n],
-        batch.num_computed_tokens[indices],
-        batch.columns["num_prompt_tokens"][indices],
+        batch.num_computed[:n],
+        batch.columns["num_prompt_tokens"][batch.row_indices],
         threshold,
     )
     if order == list(range(n)):
         return False
     batch.reorder(order)
-    batch.num_scheduled[:n] = batch.num_scheduled[:n][order]
-    batch.scheduled_rows = np.fromiter((batch.row_of[r] for r in batch.scheduled_ids), np.intp, n)
-    batch.rows_in_order = bool((batch.scheduled_rows == np.arange(n)).all())
+    for column in (batch.num_scheduled, batch.num_computed):
+        column[:n] = column[:n][order]
+    batch.settle()
     return True

@@ -6,6 +6,9 @@ import pytest
 
 from jaxrunner.batch import BufferRing
 from jaxrunner.batch.buffers import aligned_zeros
+from jaxrunner.shapes import StepLayout
+
+LAYOUT = StepLayout(num_tokens=1, num_reqs=1, num_logits=1, num_updates=1)
 
 
 class Step:
@@ -19,26 +22,26 @@ class Step:
 
 
 def test_waits_for_the_reader_of_the_buffer_it_hands_out() -> None:
-    ring, first, second = BufferRing(4, depth=2), Step(), Step()
-    a = ring.acquire()
+    ring, first, second = BufferRing(LAYOUT.size, depth=2), Step(), Step()
+    a = ring.acquire(LAYOUT)["buffer"]
     ring.read_by(first)
-    b = ring.acquire()
+    b = ring.acquire(LAYOUT)["buffer"]
     ring.read_by(second)
     assert a is not b and not first.waited
-    assert ring.acquire() is a
+    assert ring.acquire(LAYOUT)["buffer"] is a
     assert first.waited and not second.waited
-    ring.acquire()
+    ring.acquire(LAYOUT)["buffer"]
     assert second.waited
 
 
 def test_a_step_without_output_frees_its_buffer() -> None:
-    ring = BufferRing(4, depth=1)
-    assert ring.acquire() is ring.acquire()
+    ring = BufferRing(LAYOUT.size, depth=1)
+    assert ring.acquire(LAYOUT)["buffer"] is ring.acquire(LAYOUT)["buffer"]
 
 
 def test_ring_needs_a_buffer() -> None:
     with pytest.raises(ValueError, match="at least one buffer, got 0"):
-        BufferRing(4, depth=0)
+        BufferRing(LAYOUT.size, depth=0)
 
 
 def test_aligned_memory_really_is_aliased_on_cpu() -> None:
