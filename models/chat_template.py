@@ -1,0 +1,153 @@
+"""Chat templates: Jinja programs that come with a model, and are therefore run as what they are, a stranger's code.
+
+They run in Jinja's immutable sandbox with the names that Hugging Face's templates expect. Reaching for a Python
+internal is an error at once, where Jinja's own sandbox would let a bare `{{ x.__class__ }}` print nothing.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from models.errors import TemplateError
+
+
+class ChatTemplate:
+    """One template. Compiled at its first use, so that a broken one only hurts those who chat."""
+
+    def __init__(self, source: str, where: str = "the chat template"):
+        self.source, self.where = source, where
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the model's prompt text.
+
+        Args:
+            messages: dicts with at least a "role"; what else they hold is between caller and template.
+            add_generation_prompt: end with the words that open the assistant's turn.
+            tools: JSON schemas of functions that the model may call.
+            variables: whatever else the template reads, such as bos_token or enable_thinking.
+
+        Raises:
+            TemplateError: the messages are malformed; or the template doesn't parse, calls raise_exception (its
+                message is quoted), fails, or reaches for something that the sandbox forbids.
+        """
+        known = {
+            "messages": _checked_messages(messages),
+            "tools": None if tools is None else _plain(list(tools), "tools"),
+            "documents": None,
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        try:
+            return self._compiled.render(known | {k: _plain(v, k) for k, v in variables.items()})
+        except TemplateError:
+            raise
+        except jinja2.exceptions.SecurityError as error:
+            raise TemplateError(f"{self.where} was stopped: {error}") from None
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"{self.where} refused the conversation: {error}") from None
+        except Exception as error:  # a template can raise anything that an expression can
+            raise TemplateError(f"{self.where} failed: {type(error).__name__}: {error}") from None
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        try:
+            return _environment().from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"{self.where} doesn't parse: {error.message} (line {error.lineno})") from None
+        except RecursionError:
+            raise TemplateError(f"{self.where} doesn't parse: it's nested too deeply") from None
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        raise jinja2.exceptions.SecurityError(
+            f"it reaches for {attribute!r} of a {type(obj).__name__}, which templates may not touch"
+        )
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace()`, which must not be dressed up as something else by attributes with special names."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"it sets {name!r} on a namespace, which templates may not touch")
+        super().__setitem__(name, value)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it's transparent."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> _Sandbox:
+    extensions = ["jinja2.ext.loopcontrols", _Generation]
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as a model has seen it in training: unlike Jinja's own filter, nothing is escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise TemplateError(
+            f"messages must be a non-empty list like [{{'role': 'user', 'content': '...'}}], got {messages!r:.100}"
+        )
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise TemplateError(f"message {number} must be a dict with a 'role', got {message!r:.100}")
+    return _plain(list(messages), "messages")
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy made of plain data only, so that a template sees no object with methods of its own."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if depth > 64:
+        raise TemplateError(f"{where} is nested more than 64 deep")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, where, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, where, depth + 1) for item in value]
+    raise TemplateError(
+        f"{where} holds a {type(value).__name__}; templates take strings, numbers, lists and dicts only"
+        + (" (describe a tool by its JSON schema)" if where == "tools" else "")
+    )

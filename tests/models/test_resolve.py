@@ -1,0 +1,100 @@
+"""resolve_model: paths, fetched names and hub ids, and errors that say what there is and how to get more."""
+
+import huggingface_hub.constants
+import pytest
+
+import models.resolve
+from models.errors import ModelNotFoundError
+from models.registry import DEFAULT_MODEL, MODELS
+from models.resolve import resolve_model
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """Caches of our own, and a hub that can't be reached."""
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def add_to_hub_cache(home, repo: str, *files: str):
+    """What huggingface_hub's cache looks like after a download."""
+    folder = home / "hub" / f"models--{repo.replace('/', '--')}"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    for file in files:
+        (folder / "snapshots" / commit / file).write_text("{}")
+    return folder / "snapshots" / commit
+
+
+def test_existing_paths_are_themselves(home):
+    (home / "folder").mkdir()
+    (home / "folder" / "file.gguf").write_bytes(b"")
+    assert resolve_model(home / "folder") == home / "folder"
+    assert resolve_model("folder/file.gguf").samefile(home / "folder" / "file.gguf")
+
+
+def test_a_home_path_is_expanded(home, monkeypatch):
+    (home / "file.gguf").write_bytes(b"")
+    monkeypatch.setenv("HOME", str(home))
+    assert resolve_model("~/file.gguf") == home / "file.gguf"
+
+
+def test_fetched_names(home):
+    folder = home / "cache" / "jaxrunner" / "models" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "weights.gguf").write_bytes(b"")
+    assert resolve_model("mine") == folder / "weights.gguf"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_registered_model_that_is_not_here_says_how_to_get_it(name):
+    with pytest.raises(ModelNotFoundError, match=f"`python scripts/fetch_model.py {name}`"):
+        resolve_model(name)
+
+
+def test_hub_ids_come_from_the_hubs_cache(home):
+    snapshot = add_to_hub_cache(home, "org/name", "config.json", "model.safetensors")
+    assert resolve_model("org/name").samefile(snapshot)
+
+
+def test_hub_repositories_without_a_config_are_explained(home):
+    add_to_hub_cache(home, "org/quants", "model.gguf")
+    with pytest.raises(ModelNotFoundError, match="no config.json.*GGUF.*hf download org/quants FILE.gguf"):
+        resolve_model("org/quants")
+
+
+def test_the_offline_switch_is_respected_and_the_error_lists_what_there_is(home, monkeypatch):
+    add_to_hub_cache(home, "org/name", "config.json")
+    folder = home / "cache" / "jaxrunner" / "models" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "weights.gguf").write_bytes(b"")
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve_model("org/other")
+    text = str(caught.value)
+    for words in ("org/other", "offline", "  mine", "  org/name (Hugging Face cache)", DEFAULT_MODEL, "hf download"):
+        assert words.lower() in text.lower()
+
+
+def test_an_unreachable_hub_is_one_clear_error(monkeypatch):
+    def unreachable(*arguments, **keywords):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ModelNotFoundError, match="can't get 'org/name'.*ConnectionError: Name or service not known"):
+        resolve_model("org/name")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "nonesuch", "./org/name", "/nowhere/model", "absent/model.gguf", "a/b/c", "a b/c"]
+)
+def test_anything_else_never_asks_the_hub(name, monkeypatch):
+    monkeypatch.setattr(models.resolve, "_from_hub", lambda repo: pytest.fail("asked the hub"))
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve_model(name)
+    assert f"can't find the model {name!r}" in str(caught.value)
+    assert f"To be had with `python scripts/fetch_model.py NAME`: {', '.join(MODELS)}" in str(caught.value)
