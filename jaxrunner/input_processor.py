@@ -65,7 +65,9 @@ def pair_params(params: Any, count: int, default: SamplingParams) -> list[Sampli
         return [params] * count
     if isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params):
         if len(params) != count:
-            raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one for all, or each")
+            raise ValueError(
+                f"sampling_params has {len(params)} entries for {count} prompts: give one for all, or each"
+            )
         return list(params)
     raise ValueError(f"sampling_params must be a SamplingParams or a list of them, got {params!r:.100}")
 
@@ -95,14 +97,16 @@ class InputProcessor:
             RefusedPrompt: it can't be served; the message says why and what would help.
         """
         text, given, salt = _parts(prompt)
-        if given is None:
+        if text is not None and given is None:
             return self.check(Prompt(text, self._encode(text, add_special_tokens=True), params, salt))
         return self.check(Prompt(text, _plain_ids(given, text), params, salt))
 
     def process_chat(self, messages: Any, params: SamplingParams, template_options: Mapping[str, Any]) -> Prompt:
         """Checks one conversation. The template writes BOS where the model wants one; the tokenizer adds none."""
         if self.tokenizer is None:
-            raise RefusedPrompt("the model has no tokenizer, so no chat template: give token ids to generate()", None, [])
+            raise RefusedPrompt(
+                "the model has no tokenizer, so no chat template: give token ids to generate()", None, []
+            )
         try:
             text = self.tokenizer.apply_chat_template(messages, **template_options)
         except ValueError as error:
@@ -136,8 +140,8 @@ class InputProcessor:
             )
         if len(ids) > self.cache_tokens:
             raise refuse(
-                f"the prompt has {len(ids)} tokens, but the KV cache holds {self.cache_tokens} of one request: shorten it"
-                " or give the cache more blocks (num_gpu_blocks_override, gpu_memory_utilization)"
+                f"the prompt has {len(ids)} tokens, but the KV cache holds {self.cache_tokens} of one request: shorten"
+                " it or give the cache more blocks (num_gpu_blocks_override, gpu_memory_utilization)"
             )
         self._check_params(params, refuse)
         return prompt
@@ -167,7 +171,7 @@ class InputProcessor:
                     f"stop_token_ids holds {token_id}, which is outside the vocabulary: ids are from 0 to"
                     f" {self.vocab_size - 1}"
                 )
-        held = len(set(stops) | set(() if params.ignore_eos else self.eos_token_ids))
+        held = len({*stops, *self.eos_token_ids})
         if params.min_tokens and held > MAX_STOP_TOKEN_IDS:
             raise refuse(f"min_tokens can hold back {MAX_STOP_TOKEN_IDS} stop token ids at most, not {held}")
         if params.detokenize and self.tokenizer is None:

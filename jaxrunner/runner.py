@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from pallas_kernels import GroupSpec, KVCache, choose_attention
 
 from jaxrunner.batch import BufferRing, InputBatch, StepInputs, prepare_inputs, record_sampled, update_states
 from jaxrunner.compilation_cache import use_compilation_cache
@@ -22,6 +21,7 @@ from jaxrunner.refusals import refuse_unserved
 from jaxrunner.sampling_columns import RECORD_WORDS
 from jaxrunner.step import CacheGroup, DeviceState, StepFunctions, init_state
 from models import Decoder, split
+from pallas_kernels import GroupSpec, KVCache, choose_attention
 
 _PADDING_INDEX = np.iinfo(np.int32).max  # past every table: a scatter drops it
 
@@ -86,7 +86,7 @@ class ModelRunner:
         self.model_config = model.config
         self.shapes = config.shapes()
         graphdef, self.params = split(model)
-        dtype = model.dtype
+        self._cache_dtype = dtype = model.dtype
         layers = model.config.attention_layers()
         platform = jax.default_backend()
         implementation, self.attention_choice = choose_attention(
@@ -94,16 +94,9 @@ class ModelRunner:
         )
         group = CacheGroup(GroupSpec(block_size=config.block_size), implementation)
         self.functions = StepFunctions(graphdef, (group,), config.max_num_reqs, self.shapes.max_logits)
-        self.batch = InputBatch(
-            max_num_reqs=config.max_num_reqs,
-            max_model_len=config.max_model_len,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            vocab_size=model.config.vocab_size,
-            block_sizes=(config.block_size,),
-            eos_token_ids=model.config.eos_token_ids if eos_token_ids is None else eos_token_ids,
-            seed=config.seed,
-        )
-        self.state: DeviceState = init_state(config.max_num_reqs, [t.width for t in self.batch.block_table.tables])
+        self._eos_token_ids = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        self.batch = self._new_batch()
+        self.state: DeviceState = self._new_state()
         self.cache_plan: KVCachePlan = plan_caches(
             config,
             layers,
@@ -114,11 +107,46 @@ class ModelRunner:
         )
         self.kv_caches = allocate_caches(layers, self.cache_plan.num_blocks, config.block_size, dtype)
         self.executables = self._executables(self.kv_caches)
-        largest = max(layout.size for layout in self.shapes.layouts.values())
-        self._buffers = BufferRing(largest, depth=2)  # one step in flight, one being written
+        self._buffers = self._new_buffers()
         self._pending: Pending | None = None
         self.times = SegmentTimes()
         self.warm_up(on_compiled)
+
+    def _new_batch(self) -> InputBatch:
+        config = self.config
+        return InputBatch(
+            max_num_reqs=config.max_num_reqs,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            vocab_size=self.model_config.vocab_size,
+            block_sizes=(config.block_size,),
+            eos_token_ids=self._eos_token_ids,
+            seed=config.seed,
+        )
+
+    def _new_state(self) -> DeviceState:
+        return init_state(self.config.max_num_reqs, [t.width for t in self.batch.block_table.tables])
+
+    def _new_buffers(self) -> BufferRing:
+        largest = max(layout.size for layout in self.shapes.layouts.values())
+        return BufferRing(largest, depth=2)  # one step in flight, one being written
+
+    def reset(self) -> None:
+        """Forgets every request and what a failed step may have left half done; executables and times stay.
+
+        Keys and values are gone too, so whoever keeps a prefix cache must forget it as well.
+        """
+        try:
+            jax.block_until_ready((self.kv_caches, self.state))
+        except RuntimeError:  # the failed step consumed them, or its own failure shows up here
+            pass
+        self._pending = None
+        self.batch, self._buffers = self._new_batch(), self._new_buffers()
+        self.state = self._new_state()
+        self.kv_caches = ()  # makes room for the new ones
+        config = self.config
+        layers, dtype = self.model_config.attention_layers(), self._cache_dtype
+        self.kv_caches = allocate_caches(layers, self.cache_plan.num_blocks, config.block_size, dtype)
 
     def _executables(self, kv_caches: tuple[KVCache, ...]) -> StepExecutables:
         return StepExecutables(self.functions, self.shapes, self.params, kv_caches, self.state)

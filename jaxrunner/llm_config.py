@@ -1,0 +1,127 @@
+"""The choices a user of ``LLM`` can make, under vLLM's names, and the runner's configuration that follows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxrunner.config import RunnerConfig, Warmup
+
+LONGEST_DEFAULT = 8192  # tokens of a request, where neither the user nor the model asks for less
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMConfig:
+    """Options of ``LLM``. Where vLLM has such an option, name and meaning are vLLM's.
+
+    Attributes:
+        max_model_len: tokens a request may have, prompt and outputs. None: what the model was made for, at most 8192.
+        max_num_seqs: sequences that run at once. None: 64 on CPU, 256 elsewhere, and no more than a step has tokens.
+        max_num_batched_tokens: tokens of one step. None: 2048 on CPU, 8192 elsewhere.
+        block_size: tokens that a KV-cache block holds.
+        num_gpu_blocks_override: KV-cache blocks, one of them the null block. None: as many as there is room for.
+        gpu_memory_utilization: of the device's memory, the fraction that weights, cache and temporaries may fill.
+        cpu_cache_bytes: the KV cache's size at most on a device that states no limit.
+        enable_prefix_caching: prompts share the blocks of a common beginning.
+        long_prefill_token_threshold: tokens of one prompt a step at most; 0: no such limit.
+        seed: of the engine; a request without a seed derives one from it and from its request id.
+        token_buckets, logits_buckets: padded sizes of a step. None: on CPU, where compiling takes seconds a size and a
+            step is cheap, a few far apart; powers of two elsewhere.
+        warmup: what is compiled before the first request: "all" sizes, none ("lazy"), the token buckets listed, or
+            "auto": lazy on CPU, all elsewhere.
+        attention: name of an attention implementation, or "auto".
+        check_invariants: check the eight invariants before every step.
+        compilation_cache: folder for compiled programs; None: one in the user's cache folder; False: none.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cpu_cache_bytes: int = 1 << 30
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0
+    seed: int = 0
+    token_buckets: tuple[int, ...] | None = None
+    logits_buckets: tuple[int, ...] | None = None
+    warmup: Warmup | Literal["auto"] = "auto"
+    attention: str = "auto"
+    check_invariants: bool = False
+    compilation_cache: Path | str | Literal[False] | None = None
+
+    def runner_config(self, model_len: int, platform: str) -> RunnerConfig:
+        """Fills in what was left open.
+
+        Args:
+            model_len: tokens that the model's positions reach (max_position_embeddings).
+            platform: JAX's name of the backend.
+
+        Raises:
+            ValueError: a value out of range, or two that contradict each other.
+        """
+        cpu = platform == "cpu"
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        length = min(model_len, LONGEST_DEFAULT) if self.max_model_len is None else self.max_model_len
+        if length > model_len:
+            raise ValueError(f"max_model_len {length} is beyond the {model_len} positions that the model was made for")
+        if length < 2:
+            raise ValueError("max_model_len must be at least 2: a prompt of one token, and its successor")
+        seqs, budget = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is None:
+            seqs = min(64 if cpu else 256, budget or length * 256)
+        if budget is None:
+            budget = max(min(2048 if cpu else 8192, seqs * length), seqs)
+        if budget < seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs}): every running sequence"
+                " decodes a token a step"
+            )
+        tokens, logits = self.token_buckets, self.logits_buckets
+        if cpu:
+            tokens = tokens if tokens is not None else spread_buckets(budget)
+            logits = logits if logits is not None else spread_buckets(seqs)
+        warmup: Warmup = ("lazy" if cpu else "all") if self.warmup == "auto" else self.warmup
+        return RunnerConfig(
+            max_model_len=length,
+            max_num_reqs=seqs,
+            max_num_batched_tokens=budget,
+            block_size=self.block_size,
+            num_blocks=self.num_gpu_blocks_override,
+            token_buckets=tokens,
+            logits_buckets=logits,
+            warmup=warmup,
+            attention=self.attention,
+            check_invariants=self.check_invariants,
+            seed=self.seed,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            cpu_cache_bytes=self.cpu_cache_bytes,
+            compilation_cache=self.compilation_cache,
+        )
+
+
+def spread_buckets(limit: int) -> tuple[int, ...]:
+    """At most six sizes: 1, 8, 32, 128, 512 below ``limit``, and ``limit``."""
+    return (*(size for size in (1, 8, 32, 128, 512) if size < limit), limit)
+
+
+def unknown_options(names: Iterable[str], known: Iterable[str]) -> TypeError:
+    """The error for keywords that ``LLM`` does not have: names them, the likeliest ones meant, and all there are."""
+    known = sorted(known)
+    parts = []
+    for name in names:
+        close = difflib.get_close_matches(name, known, n=1)
+        parts.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    return TypeError(f"LLM has no option {', '.join(parts)}; its options are {', '.join(known)}")
+
+
+def tuples(value: Any) -> Any:
+    """Lists as tuples: bucket sizes are hashed with the configuration."""
+    return tuple(value) if isinstance(value, list) else value
