@@ -1,0 +1,106 @@
+"""What a decoder is made of: norm, attention, MLP, and the layer that joins them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from models.config import ModelConfig
+from models.linear import LinearWeights, linear
+from models.parameters import Initializer
+from models.rope import RopeTable, apply_rope
+from pallas_kernels import AttentionLayer, KVCache, StepAttention
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight, or * (1 + weight). Computed in float32, returned in x's dtype.
+
+    Attributes:
+        weight: [size]; the last dimension of x is normalised.
+    """
+
+    def __init__(self, make: Initializer, config: ModelConfig, size: int) -> None:
+        self.eps, self.plus_one = config.rms_norm_eps, config.norm_plus_one
+        self.weight = make.constant((size,), 0.0 if self.plus_one else 1.0)
+
+    def __call__(self, x: Float[Array, "... size"]) -> Float[Array, "... size"]:
+        wide = x.astype(jnp.float32)
+        weight = self.weight[...].astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale * (1 + weight if self.plus_one else weight)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections around a kernel that keeps the keys and values.
+
+    Attributes:
+        name: prefix of its projections' names.
+        qkv: queries, keys and values in one projection, in this order.
+        q_norm, k_norm: of each head before its rotation, or None.
+    """
+
+    def __init__(self, make: Initializer, config: ModelConfig, layer: AttentionLayer, name: str) -> None:
+        self.layer, self.name = layer, name
+        q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        self.qkv = LinearWeights(make, config.hidden_size, q + 2 * kv, config.qkv_bias)
+        self.o = LinearWeights(make, q, config.hidden_size, config.o_bias)
+        self.q_norm = RMSNorm(make, config, layer.head_dim) if config.qk_norm else None
+        self.k_norm = RMSNorm(make, config, layer.head_dim) if config.qk_norm else None
+
+    def __call__(
+        self, x: Float[Array, "T E"], table: RopeTable, cache: KVCache, attention: StepAttention
+    ) -> tuple[Float[Array, "T E"], KVCache]:
+        layer, num_tokens = self.layer, x.shape[0]
+        q_end = layer.num_heads * layer.head_dim
+        k_end = q_end + layer.num_kv_heads * layer.head_dim
+        qkv = linear(f"{self.name}.qkv", self.qkv, x)
+        q = qkv[:, :q_end].reshape(num_tokens, layer.num_heads, layer.head_dim)
+        k = qkv[:, q_end:k_end].reshape(num_tokens, layer.num_kv_heads, layer.head_dim)
+        v = qkv[:, k_end:].reshape(num_tokens, layer.num_kv_heads, layer.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out, cache = attention(apply_rope(q, table), apply_rope(k, table), v, cache, layer)
+        return linear(f"{self.name}.o", self.o, out.reshape(num_tokens, q_end)), cache
+
+
+class MLP(nnx.Module):
+    """down(act(gate(x)) * up(x)), gate and up in one projection, in this order."""
+
+    def __init__(self, make: Initializer, config: ModelConfig, name: str) -> None:
+        self.name, self.size, self.activation = name, config.intermediate_size, config.activation
+        self.gate_up = LinearWeights(make, config.hidden_size, 2 * self.size, config.mlp_bias)
+        self.down = LinearWeights(make, self.size, config.hidden_size, config.mlp_bias)
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        gate_up = linear(f"{self.name}.gate_up", self.gate_up, x)
+        gate, up = gate_up[:, : self.size], gate_up[:, self.size :]
+        gate = jax.nn.gelu(gate, approximate=True) if self.activation == "gelu_tanh" else jax.nn.silu(gate)
+        return linear(f"{self.name}.down", self.down, gate * up)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each on a normalised copy of the stream and added to it.
+
+    Attributes:
+        input_norm, mlp_input_norm: before attention and before the MLP.
+        attention_norm, mlp_norm: of what they give, before it's added; None without sandwich norms.
+    """
+
+    def __init__(self, make: Initializer, config: ModelConfig, index: int, layer: AttentionLayer) -> None:
+        size = config.hidden_size
+        self.input_norm = RMSNorm(make, config, size)
+        self.attention = Attention(make, config, layer, f"layers.{index}")
+        self.attention_norm = RMSNorm(make, config, size) if config.sandwich_norms else None
+        self.mlp_input_norm = RMSNorm(make, config, size)
+        self.mlp = MLP(make, config, f"layers.{index}")
+        self.mlp_norm = RMSNorm(make, config, size) if config.sandwich_norms else None
+
+    def __call__(
+        self, x: Float[Array, "T E"], table: RopeTable, cache: KVCache, attention: StepAttention
+    ) -> tuple[Float[Array, "T E"], KVCache]:
+        out, cache = self.attention(self.input_norm(x), table, cache, attention)
+        x = x + (out if self.attention_norm is None else self.attention_norm(out))
+        out = self.mlp(self.mlp_input_norm(x))
+        return x + (out if self.mlp_norm is None else self.mlp_norm(out)), cache
