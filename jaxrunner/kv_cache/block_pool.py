@@ -92,7 +92,7 @@ class BlockPool:
 
         Where another block already has this content, that one stays the one to be found.
         """
-        if self._hash[block_id] is None and block_hash not in self._by_hash:
+        if block_hash not in self._by_hash:
             self._hash[block_id] = block_hash
             self._by_hash[block_hash] = block_id
 

@@ -144,7 +144,6 @@ class KVCacheManager:
 
         if starts:
             self._blocks[request.request_id] = found
-            request.num_published_tokens = len(found[0]) * self._block_sizes[0]
             for pool, held in zip(self.pools, found, strict=True):
                 pool.share(held)  # before anything is lent as new, so that it can't be one of these
         new_blocks = []

@@ -113,12 +113,12 @@ class Scheduler:
         """
         if self._in_flight is not None and any(map(_is_running, self._in_flight.requests)):
             raise RuntimeError(
-                "schedule() needs the last step's tokens first: pass them to update_from_output(), or finish_requests() "
-                "those of the step if it failed"
+                "schedule() needs the last step's tokens first: pass them to update_from_output(), or end the step's "
+                "requests with finish_requests() if it failed"
             )
         plan = StepPlan(self.config.max_num_batched_tokens)
         self._schedule_running(plan)
-        if not plan.preempted:  # otherwise blocks are short, and would be taken again at once
+        if not plan.preempted:  # blocks are short then; and nobody is preempted and resumed in one step
             self._schedule_waiting(plan)
         if self.requests and not plan.requests:
             raise RuntimeError(
@@ -188,9 +188,9 @@ class Scheduler:
         ending = [self.requests[i] for i in dict.fromkeys(ids) if i in self.requests]
         known = [request for request in ending if request.status is not RequestStatus.WAITING]
         for request in ending:
+            if request.status is not _RUNNING:
+                self.waiting.remove(request)
             request.status = _FINISH_STATUS[reason]
-        if any(request.num_block_tokens == 0 for request in ending):  # without blocks: among those waiting
-            self.waiting = deque(request for request in self.waiting if not request.status.is_finished)
         self._remove(ending, known)
         return [request.request_id for request in ending]
 
