@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
 import ml_dtypes
 import numpy as np
+from flax import nnx
 from jaxtyping import Shaped
 
 from models.decoder import Decoder
@@ -35,8 +36,9 @@ class ParameterLoader:
     """Takes a checkpoint's tensors by their Hugging Face names, in any order, into a decoder without memory.
 
     Each parameter is allocated once, in its final dtype, when its first tensor comes; tensors are written to their
-    rows of it. With all its tensors there it goes to the device, and nothing of it stays behind: on a CPU, JAX uses the
-    very buffer. So the peak is the finished parameters, plus the tensor at hand, plus what is still being filled.
+    rows of it. With all of them there it goes to the device, and nothing of it stays behind: on a CPU, JAX uses the
+    very buffer. So the peak is the finished parameters, plus what is still being filled, plus (for ``assign``) the
+    tensor at hand.
 
     A checkpoint that holds a head although its configuration ties it to the embedding gets what current transformers
     give it: the head counts if its values differ, and the decoder's configuration then says so.
@@ -81,21 +83,37 @@ class ParameterLoader:
             CheckpointError: its name is unknown or came before, its shape isn't the configuration's, or it isn't of
                 floating point.
         """
+
+        def write(rows: Shaped[np.ndarray, "..."]) -> None:
+            if tensor.dtype not in _FLOATS:
+                kinds = ", ".join(kind.name for kind in _FLOATS)
+                raise CheckpointError(f"tensor {name!r} is of type {tensor.dtype}, expected one of {kinds}")
+            rows[...] = tensor
+
+        self.fill(name, tensor.shape, write)
+
+    def fill(self, name: str, shape: tuple[int, ...], write: Callable[[Shaped[np.ndarray, "..."]], None]) -> None:
+        """Has one tensor written where it belongs, so that it's nowhere in memory a second time.
+
+        Args:
+            write: is given a contiguous array of that shape, in the parameters' dtype, and fills it. Not called for
+                a tensor that is passed over.
+
+        Raises:
+            CheckpointError: its name is unknown or came before, or its shape isn't the configuration's.
+        """
         canonical = canonical_name(name, self._decoder.config)
         if canonical is None:
             return
-        place = self._place(name, canonical, tensor.shape)
+        place = self._place(name, canonical, shape)
         if canonical in self._seen:
             raise CheckpointError(f"tensor {name!r} comes twice")
-        if tensor.dtype not in _FLOATS:
-            kinds = ", ".join(kind.name for kind in _FLOATS)
-            raise CheckpointError(f"tensor {name!r} is of type {tensor.dtype}, expected one of {kinds}")
         key = id(place.param)
         if key not in self._filling:
-            shape = place.param.get_value().shape
-            self._filling[key] = _Filling(_aligned(shape, self._decoder.dtype), set(self._awaited[key]))
+            whole = place.param.get_value().shape
+            self._filling[key] = _Filling(_aligned(whole, self._decoder.dtype), set(self._awaited[key]))
         filling = self._filling[key]
-        filling.buffer[place.first_row : place.first_row + place.shape[0]] = tensor
+        write(filling.buffer[place.first_row : place.first_row + place.shape[0]])
         self._seen.add(canonical)
         filling.awaited.remove(canonical)
         if not filling.awaited:
@@ -117,7 +135,7 @@ class ParameterLoader:
                     "the configuration ties the head to the embedding, but the checkpoint has another %s: it is used",
                     HEAD,
                 )
-                decoder.lm_head = self._spare_head
+                decoder.lm_head = nnx.data(self._spare_head)
                 decoder.config = dataclasses.replace(decoder.config, tie_word_embeddings=False)
         return decoder
 
