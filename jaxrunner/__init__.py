@@ -1,0 +1,101 @@
+"""The execution layer of an LLM serving engine, for JAX.
+
+The public names, and nothing else. Each is imported when it is first asked for, so that the host half
+(``InputBatch``, ``update_states``, ``prepare_inputs``, the protocol) works without importing JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxrunner.batch import (
+        CachedRequestState,
+        InputBatch,
+        SchedulerOutputError,
+        StepInputs,
+        prepare_inputs,
+        record_sampled,
+        update_states,
+    )
+    from jaxrunner.config import RunnerConfig
+    from jaxrunner.engine import Engine, StepResult
+    from jaxrunner.invariants import check_invariants
+    from jaxrunner.llm import LLM
+    from jaxrunner.llm_config import LLMConfig
+    from jaxrunner.loading import LoadedModel, load_model
+    from jaxrunner.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceDelta
+    from jaxrunner.protocol import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+    from jaxrunner.runner import ModelRunner, Pending
+    from jaxrunner.sampling_params import SamplingParams
+
+_HOME = {
+    "LLM": "llm",
+    "LLMConfig": "llm_config",
+    "LoadedModel": "loading",
+    "load_model": "loading",
+    "SamplingParams": "sampling_params",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "RequestMetrics": "outputs",
+    "SequenceDelta": "outputs",
+    "Engine": "engine",
+    "StepResult": "engine",
+    "ModelRunner": "runner",
+    "Pending": "runner",
+    "RunnerConfig": "config",
+    "SchedulerOutput": "protocol",
+    "NewRequestData": "protocol",
+    "CachedRequestData": "protocol",
+    "ModelRunnerOutput": "protocol",
+    "InputBatch": "batch",
+    "CachedRequestState": "batch",
+    "StepInputs": "batch",
+    "SchedulerOutputError": "batch",
+    "update_states": "batch",
+    "prepare_inputs": "batch",
+    "record_sampled": "batch",
+    "check_invariants": "invariants",
+}
+
+__all__ = [
+    "LLM",
+    "CachedRequestData",
+    "CachedRequestState",
+    "CompletionOutput",
+    "Engine",
+    "InputBatch",
+    "LLMConfig",
+    "LoadedModel",
+    "ModelRunner",
+    "ModelRunnerOutput",
+    "NewRequestData",
+    "Pending",
+    "RequestMetrics",
+    "RequestOutput",
+    "RunnerConfig",
+    "SamplingParams",
+    "SchedulerOutput",
+    "SchedulerOutputError",
+    "SequenceDelta",
+    "StepInputs",
+    "StepResult",
+    "check_invariants",
+    "load_model",
+    "prepare_inputs",
+    "record_sampled",
+    "update_states",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names are {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -159,7 +159,8 @@ class Engine:
         now = time.monotonic()
         for update in updates:
             sequence = self._sequences[update.req_id]
-            text, reason, stop_reason = sequence.text, update.finish_reason, update.stop_reason
+            text, reason = sequence.text, update.finish_reason
+            stop_reason: int | str | None = update.stop_reason
             taken = text.append(update.new_token_ids, ends_with_stop_token=reason == "stop")
             tokens = update.new_token_ids[:taken]
             if text.stop_reason is not None:

@@ -14,7 +14,7 @@ from jaxrunner.sampling_columns import MAX_STOP_TOKEN_IDS
 from jaxrunner.sampling_params import SamplingParams
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-_FORMS = 'a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+_FORMS = 'a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"messages": conversation}'
 
 
 class RefusedPrompt(ValueError):
@@ -96,6 +96,10 @@ class InputProcessor:
         Raises:
             RefusedPrompt: it can't be served; the message says why and what would help.
         """
+        if isinstance(prompt, Mapping) and "messages" in prompt:
+            if len(prompt) > 1:
+                raise RefusedPrompt(f"'messages' stands alone in a prompt, got {sorted(map(str, prompt))}", None, [])
+            return self.process_chat(prompt["messages"], params, {})
         text, given, salt = _parts(prompt)
         if text is not None and given is None:
             return self.check(Prompt(text, self._encode(text, add_special_tokens=True), params, salt))

@@ -123,6 +123,8 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids is empty: no token could ever be sampled")
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.100}")
             bias = {_integer("logit_bias key", int(k), 0): _number(f"logit_bias[{k}]", v)
                     for k, v in self.logit_bias.items()}  # fmt: skip
             put("logit_bias", {k: min(max(v, -100.0), 100.0) for k, v in bias.items()})

@@ -63,6 +63,7 @@ def write_chain(
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "hidden_act": "silu",
+        "eos_token_id": None,  # left out, it would be 2
         **(config or {}),
     }
     rng = np.random.default_rng(0)
@@ -97,9 +98,11 @@ def word_tokenizer(words: Sequence[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def byte_level_tokenizer(extra: Sequence[str] = ()) -> tokenizers.Tokenizer:
-    """A token for each byte (ids in the order of their printable names), then the ``extra`` special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def byte_level_tokenizer(extra: Sequence[str] = (), pairs: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """A token for each byte (ids in the order of their printable names), then tokens of more bytes that no text is
+    encoded to, then the ``extra`` special ones.
+    """
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *pairs]
     tokenizer = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -96,6 +96,8 @@ def test_text_and_ids_and_both():
         ({"text": "a"}, {}, r"keys.*got \['text'\]"),
         ({}, {}, "needs 'prompt' or 'prompt_token_ids'"),
         ({"prompt": 3}, {}, "'prompt' must be a text"),
+        ({"messages": [{"role": "user", "content": "a"}], "prompt": "a"}, {}, "'messages' stands alone"),
+        ({"messages": "hi"}, {}, "messages must be a non-empty list"),
         ({"prompt": "a", "cache_salt": 3}, {}, "'cache_salt' must be a text"),
         ({"prompt_token_ids": "abc"}, {}, "a prompt must be"),
         ("\ud800", {}, "Unicode"),
@@ -154,6 +156,7 @@ def test_chat_uses_the_template_and_quotes_its_refusal():
     message = {"role": "user", "content": "b"}
     prompt = INPUTS.process_chat([message], PARAMS, {})
     assert (prompt.text, prompt.token_ids) == ("b d", [2, 4])
+    assert INPUTS.process({"messages": [message]}, PARAMS) == prompt
     with pytest.raises(RefusedPrompt, match="no system, please"):
         INPUTS.process_chat([message], PARAMS, {"chat_template": "{{ raise_exception('no system, please') }}"})
     with pytest.raises(RefusedPrompt, match="message 0 must be a dict"):

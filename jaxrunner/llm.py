@@ -1,0 +1,244 @@
+"""LLM: the front door. A model by its name, prompts in, texts out."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from jaxrunner.compilation_cache import use_compilation_cache
+from jaxrunner.engine import Engine
+from jaxrunner.input_processor import (
+    InputProcessor,
+    RefusedPrompt,
+    pair_params,
+    split_conversations,
+    split_prompts,
+)
+from jaxrunner.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxrunner.llm_config import LLMConfig, tuples, unknown_options
+from jaxrunner.loading import LoadedModel, load_model, recommended_params
+from jaxrunner.outputs import Prompt, RequestOutput
+from jaxrunner.progress import make_progress
+from jaxrunner.runner import ModelRunner
+from jaxrunner.sampling_params import SamplingParams
+from models.tokenizer import Tokenizer
+
+OnError = Literal["raise", "return"]
+_OPTIONS = {f.name for f in fields(LLMConfig)}
+
+
+class LLM:
+    """Generates text with a model, many prompts at once.
+
+    Args:
+        model: a Hugging Face folder, a .gguf file, the name of a fetched model, a hub id, or a LoadedModel.
+        tokenizer: another tokenizer than the model's own: a Tokenizer, or a folder or file that has one.
+        dtype: "float32", "bfloat16", or "auto": float32 on CPU, bfloat16 elsewhere.
+        generation_config: "auto": ``generate`` without parameters uses those that the checkpoint recommends (its
+            generation_config.json); "vllm": it uses SamplingParams' defaults.
+        quiet: don't print the KV cache's plan (to stderr, where it was not given by num_gpu_blocks_override).
+        options: see ``LLMConfig``, whose fields they are: max_model_len, max_num_seqs, max_num_batched_tokens, ...
+
+    Attributes:
+        runner: the ModelRunner; ``runner.attention_choice``, ``runner.cache_plan`` and ``runner.times`` tell how it
+            works.
+        engine: runs requests step by step, for streaming.
+        model: the loaded model.
+
+    Not safe for use by several threads at once.
+
+    Raises:
+        TypeError: an option that there is not; the message lists those there are.
+        ValueError: a model that can't be found or loaded, options that contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = "smollm2-135m-instruct",
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        dtype: str = "auto",
+        generation_config: Literal["auto", "vllm"] = "auto",
+        quiet: bool = False,
+        **options: Any,
+    ) -> None:
+        if unknown := options.keys() - _OPTIONS:
+            known = {*_OPTIONS, "model", "tokenizer", "dtype", "generation_config", "quiet"}
+            raise unknown_options(sorted(unknown), known)
+        if generation_config not in ("auto", "vllm"):
+            raise ValueError(f"generation_config must be 'auto' or 'vllm', got {generation_config!r}")
+        self.config = LLMConfig(**{name: tuples(value) for name, value in options.items()})
+        # Before the first array: JAX decides at its first compilation whether there is a cache.
+        use_compilation_cache(self.config.compilation_cache)
+        self.model = model if isinstance(model, LoadedModel) else load_model(model, tokenizer, dtype)
+        model_config = self.model.decoder.config
+        runner_config = self.config.runner_config(model_config.max_position_embeddings, jax.default_backend())
+        eos_token_ids = self.model.eos_token_ids
+        self.runner = ModelRunner(self.model.decoder, runner_config, eos_token_ids=eos_token_ids)
+        if not quiet and runner_config.num_blocks is None:
+            print(f"KV cache: {self.runner.cache_plan.why}", file=sys.stderr)
+        kv_cache_config = _kv_cache_config(self.runner)
+        self.engine = Engine(
+            self.runner,
+            kv_cache_config,
+            self.model.tokenizer,
+            eos_token_ids=eos_token_ids,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+        )
+        self.inputs = InputProcessor(
+            self.model.tokenizer,
+            model_config.vocab_size,
+            runner_config.max_model_len,
+            kv_cache_config.max_request_tokens,
+            eos_token_ids,
+        )
+        recommended = self.model.generation_config if generation_config == "auto" else {}
+        self._default_params = recommended_params(recommended)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        on_error: OnError = "raise",
+    ) -> list[RequestOutput]:
+        """Continues prompts.
+
+        Args:
+            prompts: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list of those,
+                mixed as you like. (``[]`` holds no prompt, ``[[]]`` an empty one.)
+            sampling_params: for all prompts, or one each. None: ``get_default_sampling_params()``.
+            use_tqdm: show a progress bar on stderr; or a callable like tqdm, to be used instead.
+            on_error: what happens to a prompt that can't be served (empty, too long, ids outside the vocabulary,
+                parameters that aren't served). "raise": a ValueError names every one of them, and nothing runs.
+                "return": its output has ``error`` and finish_reason "error", and the others run.
+
+        Returns:
+            An output for each prompt, in the same order.
+
+        Raises:
+            ValueError: see ``on_error``; also for arguments of a wrong type, whatever it says.
+        """
+        singles = split_prompts(prompts)
+        params = pair_params(sampling_params, len(singles), self._default_params)
+        checked = [self._checked(self.inputs.process, p, q) for p, q in zip(singles, params, strict=True)]
+        return self._run(checked, use_tqdm, on_error)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        on_error: OnError = "raise",
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues conversations, written as text by the model's chat template.
+
+        Args:
+            messages: a conversation, [{"role": "user", "content": "..."}, ...], or a list of conversations.
+            add_generation_prompt: end with the words that open the assistant's turn.
+            chat_template: a Jinja template to use instead of the model's.
+            chat_template_kwargs: further names that the template reads.
+            tools: JSON schemas of functions that the model may call.
+            sampling_params, use_tqdm, on_error: as in ``generate``. A conversation that the template refuses is one
+                that can't be served.
+
+        Returns:
+            An output for each conversation, in the same order; ``prompt`` is the template's text.
+        """
+        conversations = split_conversations(messages)
+        params = pair_params(sampling_params, len(conversations), self._default_params)
+        options = {
+            **(chat_template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "chat_template": chat_template,
+            "tools": tools,
+        }
+        checked = [
+            self._checked(self.inputs.process_chat, c, q, options) for c, q in zip(conversations, params, strict=True)
+        ]
+        return self._run(checked, use_tqdm, on_error)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer in use."""
+        return self.model.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What ``generate`` uses when it is given no parameters: the checkpoint's recommendation, if it has one."""
+        return self._default_params
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far will be found again, as is right after a change of weights."""
+        self.engine.scheduler.manager.reset_prefix_cache()
+
+    @staticmethod
+    def _checked(check: Callable[..., Prompt], *arguments: Any) -> Prompt | RefusedPrompt:
+        try:
+            return check(*arguments)
+        except RefusedPrompt as refusal:
+            return refusal
+
+    def _run(
+        self, checked: list[Prompt | RefusedPrompt], use_tqdm: bool | Callable[..., Any], on_error: OnError
+    ) -> list[RequestOutput]:
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        refusals = [f"prompt {i}: {p}" for i, p in enumerate(checked) if isinstance(p, RefusedPrompt)]
+        if refusals and on_error == "raise":
+            raise ValueError("\n".join(refusals))
+        ids = [str(next(self._ids)) for _ in checked]
+        outputs: dict[str, RequestOutput] = {}
+        accepted: dict[str, Prompt] = {}
+        for request_id, prompt in zip(ids, checked, strict=True):
+            if isinstance(prompt, RefusedPrompt):
+                outputs[request_id] = RequestOutput.refused(request_id, prompt.text, prompt.token_ids, str(prompt))
+            else:
+                accepted[request_id] = prompt
+        for output in self._steps(accepted, use_tqdm):
+            outputs[output.request_id] = output
+        return [outputs[request_id] for request_id in ids]
+
+    def _steps(self, prompts: dict[str, Prompt], use_tqdm: bool | Callable[..., Any]) -> Iterator[RequestOutput]:
+        """Runs prompts to their end. Whatever goes wrong on the way, the next call finds an engine without requests."""
+        room = self.engine.scheduler.max_model_len
+        bar = make_progress(use_tqdm, len(prompts), sum(_most_tokens(p, room) for p in prompts.values()))
+        try:
+            for request_id, prompt in prompts.items():
+                self.engine.add_request(request_id, prompt)
+            while self.engine.has_unfinished_requests():
+                result = self.engine.step()
+                bar.step(sum(len(delta.token_ids) for delta in result.deltas), len(result.finished))
+                yield from result.finished
+        finally:
+            bar.close()
+            self.engine.abort(prompts)  # does nothing to those that ended
+
+
+def _most_tokens(prompt: Prompt, max_model_len: int) -> int:
+    room = max_model_len - len(prompt.token_ids)
+    limit = prompt.params.max_tokens
+    return prompt.params.n * (room if limit is None else min(limit, room))
+
+
+def _kv_cache_config(runner: ModelRunner) -> KVCacheConfig:
+    layers = runner.model_config.attention_layers()
+    spec = FullAttentionSpec(
+        block_size=runner.config.block_size,
+        num_kv_heads=layers[0].num_kv_heads,
+        head_dim=layers[0].head_dim,
+        dtype=runner.kv_caches[0].k.dtype.name,
+    )
+    return KVCacheConfig(runner.num_blocks, [KVCacheGroup(range(len(layers)), spec)])

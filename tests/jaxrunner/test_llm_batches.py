@@ -1,0 +1,108 @@
+"""A request's tokens are the same alone, in a crowd, in chunks, from the prefix cache, and after preemption.
+
+On a random model, at one padded shape, so that equal means equal to the last bit.
+"""
+
+import numpy as np
+import pytest
+
+from jaxrunner import LLM, SamplingParams
+from jaxrunner.loading import load_model
+from tests.models.tiny_checkpoints import CONFIGS, random_tensors, write_folder
+
+OPTIONS = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "block_size": 4,
+    "token_buckets": [16],
+    "logits_buckets": [8],
+    "check_invariants": True,
+    "quiet": True,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True, detokenize=False)
+RNG = np.random.default_rng(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("random")
+    config = CONFIGS["llama"]
+    write_folder(folder, config, random_tensors(config))
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def roomy(model):
+    return LLM(model, num_gpu_blocks_override=300, **OPTIONS)
+
+
+def tokens(llm, prompts, params):
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def prompt(length):
+    return RNG.integers(3, 320, length).tolist()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_shared_prefix_in_chunks_equals_solo(model, roomy, params):
+    shared = prompt(64)
+    prompts = [shared + prompt(3 + i) for i in range(8)]
+    solo = []
+    for one in prompts:
+        roomy.reset_prefix_cache()
+        solo += tokens(roomy, [one], params)
+    roomy.reset_prefix_cache()
+    assert tokens(roomy, prompts, params) == solo
+    assert tokens(roomy, prompts, params) == solo  # all of it from the cache
+
+
+def test_cached_tokens_are_counted(roomy):
+    one = prompt(33)
+    roomy.reset_prefix_cache()
+    counts = [roomy.generate([one], GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+    assert counts == [0, 32]
+
+
+def test_without_prefix_caching_nothing_is_found(model):
+    llm = LLM(model, enable_prefix_caching=False, num_gpu_blocks_override=300, **OPTIONS)
+    one = prompt(33)
+    counts = [llm.generate([one], GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+    assert counts == [0, 0]
+
+
+def test_preemption_with_prefix_hits_equals_a_large_cache(model, roomy):
+    shared = prompt(8)
+    prompts = [shared[: RNG.integers(1, 9)] + prompt(RNG.integers(1, 12)) for _ in range(64)]
+    params = [SAMPLED if i % 2 else GREEDY for i in range(64)]
+    tight = LLM(model, num_gpu_blocks_override=24, **OPTIONS)
+    assert tokens(tight, prompts, params) == tokens(roomy, prompts, params)
+    assert tight.engine.scheduler.num_preemptions > 0
+    assert tight.engine.scheduler.manager.num_free_blocks == 23
+
+
+def test_two_prompts_of_60_percent_of_the_cache_do_not_starve_each_other(model, roomy):
+    tight = LLM(model, num_gpu_blocks_override=21, enable_prefix_caching=False, **OPTIONS)
+    prompts = [prompt(48), prompt(48)]
+    assert tokens(tight, prompts, GREEDY) == tokens(roomy, prompts, GREEDY)
+    assert tight.engine.scheduler.num_preemptions <= 2
+
+
+def test_a_prompt_larger_than_the_cache_is_refused(model):
+    tight = LLM(model, num_gpu_blocks_override=4, **OPTIONS)
+    with pytest.raises(ValueError, match="KV cache holds 12"):
+        tokens(tight, [prompt(13)], GREEDY)
+    # 12 tokens fill the cache; the last output token needs no room.
+    assert [len(t) for t in tokens(tight, [prompt(12), prompt(6)], GREEDY)] == [1, 7]
+
+
+def test_salted_prompts_share_with_their_own_kind_only(roomy):
+    one = prompt(33)
+    roomy.reset_prefix_cache()
+
+    def cached(salt):
+        salted = {"prompt_token_ids": one, "cache_salt": salt}
+        return roomy.generate([salted], GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    assert [cached(salt) for salt in ("a", "b", None, "a")] == [0, 0, 0, 32]

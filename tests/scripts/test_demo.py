@@ -1,0 +1,50 @@
+"""scripts/demo.py, run in this process on a scripted checkpoint in place of its model."""
+
+import json
+
+import pytest
+
+from scripts import demo
+from tests.jaxrunner.chain import successor_logits, word_tokenizer, write_chain
+
+V = 64
+WORDS = ["<unk>", "<s>", *(f"w{i}" for i in range(2, V))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    template = {"chat_template": "{{ messages[-1].content }}"}
+    return str(write_chain(folder, successor_logits(V, {}), word_tokenizer(WORDS), tokenizer_config=template))
+
+
+def test_the_report_as_data(model, capsys):
+    assert demo.main(["--model", model, "--prompt", "w3", "w9 w8", "--max-tokens", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(a["text"], a["tokens"], a["finish_reason"]) for a in report["answers"]] == [
+        ("w4w5w6w7", 4, "length"),
+        ("w9w10w11w12", 4, "length"),
+    ]
+    assert report["generated_tokens"] == 8 and report["prompt_tokens"] == 3 and report["steps"] == 4
+    # Few programs: two for the model, one for head and sampler, and the small ones that write device state.
+    assert sorted(n for n in report["executables"] if n.startswith(("forward", "head"))) == [
+        "forward[256]",
+        "forward[8]",
+        "head[8]",
+    ]
+    assert report["segments"].keys() == {"update", "prepare", "dispatch", "wait", "record", "scheduling, text"}
+    assert sum(report["segments"].values()) == pytest.approx(report["generate_seconds"])
+
+
+def test_the_report_on_the_screen(model, capsys):
+    assert demo.main(["--model", model, "--prompt", "w3", "--max-tokens", "2"]) == 0
+    out = capsys.readouterr().out
+    for words in ("w4w5", "device", "attention", "KV cache", "tokens/s", "compile", "dispatch", "generate (2 steps)"):
+        assert words in out
+
+
+def test_errors_in_one_line(capsys):
+    assert demo.main(["--model", "no-such-model"]) == 2
+    assert capsys.readouterr().err.startswith("demo: can't find the model 'no-such-model'")
+    assert demo.main(["--max-tokens", "0"]) == 2
+    assert "max_tokens" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""scripts/generate.py, run in this process on a scripted checkpoint."""
+
+import json
+
+import pytest
+
+from scripts import generate
+from tests.jaxrunner.chain import successor_logits, word_tokenizer, write_chain
+
+V = 64
+WORDS = ["<unk>", "<s>", *(f"w{i}" for i in range(2, V))]
+TEMPLATE = "{{ messages[-1].content }} w50"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return str(
+        write_chain(
+            folder,
+            successor_logits(V, {}),
+            word_tokenizer(WORDS),
+            config={"max_position_embeddings": 32},
+            tokenizer_config={"chat_template": TEMPLATE},
+        )
+    )
+
+
+def run(model, *arguments):
+    flags = ["--model", model, "--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--num-blocks", "40"]
+    return generate.main([*flags, *arguments])
+
+
+def test_a_file_of_requests_gives_a_file_of_answers(model, tmp_path):
+    requests = [
+        {"prompt": "w3 w4"},
+        {"prompt_token_ids": [10], "max_tokens": 2},
+        {"prompt": ""},
+        {"prompt": "w3", "stop": "w6", "ignore_eos": True},
+        {"prompt_token_ids": [V]},
+        {"prompt_token_ids": [20] * 40},
+        {"messages": [{"role": "user", "content": "w3"}]},
+    ]
+    source, target = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    source.write_text("\n".join(map(json.dumps, requests)))
+    assert run(model, "--input", str(source), "--json", str(target), "--max-tokens", "3") == 0
+    answers = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert [answer["index"] for answer in answers] == list(range(7))
+    fields = {"index", "prompt_token_ids", "token_ids", "text", "finish_reason"}
+    assert answers[0] == {
+        "index": 0,
+        "prompt_token_ids": [3, 4],
+        "token_ids": [5, 6, 7],
+        "text": "w5w6w7",
+        "finish_reason": "length",
+    }
+    assert answers[1]["token_ids"] == [11, 12]
+    assert (answers[3]["text"], answers[3]["finish_reason"]) == ("w4w5", "stop")
+    assert answers[6]["prompt_token_ids"] == [3, 50] and answers[6]["token_ids"] == [51, 52, 53]
+    for i in (2, 4, 5):
+        assert answers[i].keys() == fields | {"error"} and answers[i]["finish_reason"] == "error"
+    assert "vocabulary" in answers[4]["error"] and answers[5]["prompt_token_ids"] == [20] * 40
+
+
+def test_stdout_holds_the_answers_and_nothing_else(model, capsys):
+    assert run(model, "--prompt", "w3", "w8", "--json", "-", "--max-tokens", "1") == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["token_ids"] for answer in answers] == [[4], [9]]
+
+
+def test_chat_and_the_screen(model, capsys):
+    assert run(model, "--prompt", "w3", "--chat", "--max-tokens", "2") == 0
+    out = capsys.readouterr().out
+    assert "w3 w50" in out and "w51w52" in out and "length, 2 tokens" in out
+
+
+def test_one_seed_for_all_requests(model, capsys):
+    assert run(model, "--prompt", "w3", "w3", "--temperature", "100", "--seed", "3", "--json", "-") == 0
+    first, second = (json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines())
+    assert first == second
+    assert run(model, "--prompt", "w3", "w3", "--temperature", "100", "--json", "-") == 0
+    first, second = (json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines())
+    assert first != second
+
+
+def test_only_refused_requests_is_a_failure(model, capsys):
+    assert run(model, "--prompt", "", "--json", "-") == 1
+    assert "1 of 1 requests could not be served: [0]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--prompt", "a", "--temperature", "nan"], "temperature must be a finite number"),
+        (["--prompt", "a", "--max-tokens", "0"], "max_tokens must be an integer from 1"),
+        (["--input", "no/such/file"], "No such file"),
+        (["--prompt", "a", "--json", "no/such/folder/a"], "no such folder"),
+        (["--prompt", "a", "--model", "no-such-model"], "can't find the model 'no-such-model'"),
+        (["--prompt", "a", "--block-size", "0"], "block_size"),
+        (["--prompt", "a", "--attention", "magic"], "magic"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_message(model, capsys, arguments, words):
+    assert run(model, *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("generate: ") and words in captured.err and captured.out == ""
+
+
+def test_a_bad_line_is_named_before_the_model_is_loaded(tmp_path, capsys):
+    source = tmp_path / "requests.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "a", "max_tokens": 0}\n')
+    assert run("no-such-model", "--input", str(source)) == 2
+    assert f"{source}, line 2: max_tokens must be" in capsys.readouterr().err
+
+
+def test_help_teaches_by_examples(capsys):
+    with pytest.raises(SystemExit):
+        generate.main(["--help"])
+    out = capsys.readouterr().out
+    assert out.count("generate.py --") >= 5
