@@ -20,6 +20,7 @@ from jaxtyping import Shaped
 from numpy.typing import DTypeLike
 
 from models.errors import CheckpointError
+from models.flat_view import flat_view
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -47,9 +48,13 @@ class GGUFFile:
     tensors: Mapping[str, GGUFTensor]
 
     def read_tensor(self, name: str, dtype: DTypeLike = np.float32) -> Shaped[np.ndarray, "..."]:
-        """Dequantise one tensor to `dtype` (float32, or rounded from it).
+        """Dequantise one tensor to `dtype` (float32, or rounded from it). Raises as `read_into` does."""
+        out = np.empty(self.tensors[name].shape, dtype)
+        self.read_into(name, out)
+        return out
 
-        Peak memory is the result plus about 4 MB.
+    def read_into(self, name: str, out: Shaped[np.ndarray, "..."]) -> None:
+        """Dequantise one tensor into `out`, a contiguous array of its shape. Takes about 4 MB beside it.
 
         Raises:
             KeyError: no tensor has that name.
@@ -61,9 +66,9 @@ class GGUFFile:
         tensor = self.tensors[name]
         block, block_bytes = _block_sizes(tensor.type_id)
         kind = GGMLQuantizationType(tensor.type_id)
-        out = np.empty(math.prod(tensor.shape), dtype)
+        flat = flat_view(out, tensor.shape)
         chunk = max(1, _CHUNK_VALUES // block)
-        blocks = out.size // block
+        blocks = flat.size // block
         with self.path.open("rb") as file:
             file.seek(tensor.offset)
             for start in range(0, blocks, chunk):
@@ -73,8 +78,7 @@ class GGUFFile:
                     raise CheckpointError(f"{self.path}: the file ends inside tensor {name!r}")
                 # One long row: gguf works through rows in groups of 16, with Python in between.
                 values = dequantize(np.frombuffer(data, np.uint8).reshape(1, -1), kind)
-                out[start * block : (start + count) * block] = values.reshape(-1)
-        return out.reshape(tensor.shape)
+                flat[start * block : (start + count) * block] = values.reshape(-1)
 
 
 def read_gguf(path: str | Path) -> GGUFFile:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Shaped
-from numpy.typing import DTypeLike
 
 from models.errors import CheckpointError
 from models.gguf_file import GGUFFile
@@ -222,7 +221,8 @@ class GGUFTensors:
         self._file, self._arch = file, architecture(file)
         self._heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
         self._names = {self._hf_name(name): name for name in file.tensors if name != _ROPE_FACTORS}
-        self.shapes: Mapping[str, tuple[int, ...]] = {ours: file.tensors[theirs].shape for ours, theirs in self._names.items()}
+        shapes = {ours: file.tensors[theirs].shape for ours, theirs in self._names.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = shapes
 
     def _hf_name(self, name: str) -> str:
         if name in _TOP:
@@ -236,23 +236,23 @@ class GGUFTensors:
             raise CheckpointError(f"{self._file.path}: tensor {name!r} isn't part of a {self._arch} that is supported")
         return f"model.layers.{layer}.{table[stem]}.{kind}"
 
-    def read(self, name: str, dtype: DTypeLike) -> Shaped[np.ndarray, "..."]:
-        """One tensor, dequantised, as the Hugging Face checkpoint has it.
+    def read_into(self, name: str, out: Shaped[np.ndarray, "..."]) -> None:
+        """Dequantises one tensor into `out`, a contiguous array of its shape, as the Hugging Face checkpoint has it.
 
         llama: the file's q and k rows are ordered for interleaved rope, pairs (0, 1), (2, 3); they go back to halves.
         gemma3: the file holds norm weights with 1 added.
         """
         theirs = self._names[name]
         if self._arch == "gemma3" and name.endswith("norm.weight"):
-            return (self._file.read_tensor(theirs) - np.float32(1)).astype(dtype, copy=False)
-        tensor = self._file.read_tensor(theirs, dtype)
+            out[...] = self._file.read_tensor(theirs) - np.float32(1)
+            return
+        self._file.read_into(theirs, out)
         projection = name.split(".")[-2]
         if self._arch == "llama" and projection in self._heads:
-            heads = self._heads[projection]
-            if tensor.shape[0] % (2 * heads):
+            heads, rows = self._heads[projection], out.shape[0]
+            if rows % (2 * heads):
                 raise CheckpointError(
-                    f"{self._file.path}: {theirs!r} has {tensor.shape[0]} rows, which {heads} heads can't share evenly"
+                    f"{self._file.path}: {theirs!r} has {rows} rows, which {heads} heads can't share evenly"
                 )
-            pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
-            tensor = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(tensor.shape)
-        return tensor
+            pairs = out.reshape(heads, rows // heads // 2, 2, *out.shape[1:])
+            out[...] = pairs.swapaxes(1, 2).reshape(out.shape)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
-from numpy.typing import DTypeLike
 
 from models.errors import CheckpointError
 from models.safetensors_file import SafetensorsFile, read_safetensors
@@ -61,9 +60,9 @@ class FolderTensors:
             name: file.tensors[name].shape for name, file in self._files.items()
         }
 
-    def read(self, name: str, dtype: DTypeLike) -> Shaped[np.ndarray, "..."]:
-        """One tensor in `dtype`."""
-        return self._files[name].read_tensor(name, dtype)
+    def read_into(self, name: str, out: Shaped[np.ndarray, "..."]) -> None:
+        """Reads one tensor into `out`, a contiguous array of its shape, converted to its type."""
+        self._files[name].read_into(name, out)
 
 
 def _single(folder: Path) -> dict[str, SafetensorsFile]:

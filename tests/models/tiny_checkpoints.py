@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": BASE | {"model_type": "llama"},
     "qwen2": BASE | {"model_type": "qwen2", "use_sliding_window": False},
     "qwen3": BASE | {"model_type": "qwen3", "head_dim": 16},
-    "gemma3": BASE
+    "gemma3": {key: value for key, value in BASE.items() if key != "hidden_act"}
     | {
         "model_type": "gemma3_text",
         "tie_word_embeddings": True,
