@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -117,16 +118,18 @@ class StepExecutables:
 
     def compile_all(self, token_buckets: tuple[int, ...]) -> Iterator[Compiled]:
         """Compiles what steps of these token buckets can need, largest first, and yields each as it is ready."""
-        jobs: list[tuple[str, Callable[[], Any]]] = [("enter", self.enter)]
-        jobs += [(f"update_table[{g}]", lambda g=g: self.update_table(g)) for g in range(len(self._state.block_tables))]
-        jobs += [(f"forward[{t}]", lambda t=t: self.forward(t)) for t in sorted(token_buckets, reverse=True)]
         # A step of T tokens has at most min(T, S_max) logits rows.
-        most = min(max(token_buckets, default=0), self._shapes.max_logits)
-        rows = [s for s in self._shapes.logits if s <= self._shapes.dispatch(most or 1, most or 1).num_logits]
-        jobs += [(f"head[{s}]", lambda s=s: self.head(s)) for s in sorted(rows, reverse=True)]
-        for name, job in jobs:
+        most = min(max(token_buckets, default=1), self._shapes.max_logits)
+        last = self._shapes.dispatch(most, most).num_logits
+        jobs: list[Callable[[], object]] = [self.enter]
+        jobs += [partial(self.update_table, g) for g in range(len(self._state.block_tables))]
+        jobs += [partial(self.forward, t) for t in sorted(token_buckets, reverse=True)]
+        jobs += [partial(self.head, s) for s in sorted(self._shapes.logits, reverse=True) if s <= last]
+        for job in jobs:
+            known = set(self.compiled)
             job()
-            yield self.compiled[name]
+            for name in self.compiled.keys() - known:
+                yield self.compiled[name]
 
     def _get(self, name: str, make: Callable[[], Any]) -> Callable[..., Any]:
         found = self.compiled.get(name)

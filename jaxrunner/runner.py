@@ -89,10 +89,11 @@ class ModelRunner:
         self._cache_dtype = dtype = model.dtype
         layers = model.config.attention_layers()
         platform = jax.default_backend()
-        implementation, self.attention_choice = choose_attention(
+        implementation, refusals = choose_attention(
             layers, config.block_size, dtype, platform, requested=config.attention
         )
-        group = CacheGroup(GroupSpec(block_size=config.block_size), implementation)
+        self.attention_choice = [*(f"passed over {r}" for r in refusals), f"took {implementation.name}"]
+        group = CacheGroup(GroupSpec(config.block_size, layers), implementation)
         self.functions = StepFunctions(graphdef, (group,), config.max_num_reqs, self.shapes.max_logits)
         self._eos_token_ids = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self.batch = self._new_batch()

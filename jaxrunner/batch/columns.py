@@ -57,7 +57,7 @@ class ColumnTable:
             raise ValueError(f"a column is declared twice: {names}")
         self.columns = tuple(columns)
         # np.zeros of a large table is memory the system hands out on first touch; np.full would touch it all.
-        self._arrays = {
+        self._arrays: dict[str, np.ndarray] = {
             c.name: np.zeros((capacity, *c.shape), c.dtype)
             if c.fill == 0
             else np.full((capacity, *c.shape), c.fill, c.dtype)

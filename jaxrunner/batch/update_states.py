@@ -17,7 +17,7 @@ import numpy as np
 from jaxrunner.batch.input_batch import NO_ROW, InputBatch
 from jaxrunner.batch.request_state import NO_INDEX
 from jaxrunner.batch.validate import validate
-from jaxrunner.protocol import SchedulerOutput
+from jaxrunner.protocol import SchedulerOutput, TokenIds
 from jaxrunner.sampling_columns import HELD_BACK
 
 
@@ -137,7 +137,7 @@ def _drop_surplus_outputs(batch: InputBatch, rows: np.ndarray, num_output_tokens
 
 
 def _append_tokens(
-    batch: InputBatch, indices: np.ndarray, computed: Sequence[int], new_token_ids: Sequence[Sequence[int]]
+    batch: InputBatch, indices: np.ndarray, computed: Sequence[int], new_token_ids: Sequence[TokenIds]
 ) -> None:
     """Tokens another pipeline stage sampled: only those that the batch does not have yet."""
     for index, c, tokens in zip(indices.tolist(), computed, new_token_ids, strict=True):

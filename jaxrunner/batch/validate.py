@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import NoReturn
 
 import numpy as np
@@ -33,8 +33,11 @@ def _fail(message: str) -> NoReturn:
 def _check_ids(batch: InputBatch, so: SchedulerOutput) -> None:
     cached, known = so.scheduled_cached_reqs, batch.requests
     ids = cached.req_ids
-    columns = {"new_block_ids": cached.new_block_ids, "num_computed_tokens": cached.num_computed_tokens}
-    optional = {"num_output_tokens": cached.num_output_tokens, "new_token_ids": cached.new_token_ids}
+    columns: dict[str, Sized] = {
+        "new_block_ids": cached.new_block_ids,
+        "num_computed_tokens": cached.num_computed_tokens,
+    }
+    optional: dict[str, Sized] = {"num_output_tokens": cached.num_output_tokens, "new_token_ids": cached.new_token_ids}
     columns |= {name: column for name, column in optional.items() if column}
     for name, column in columns.items():
         if len(column) != len(ids):
@@ -152,7 +155,7 @@ def _check_cached(batch: InputBatch, so: SchedulerOutput) -> None:
     states = [batch.requests[r] for r in cached.req_ids]
     indices = np.fromiter((s.request_index for s in states), np.intp, k)
     known = batch.num_tokens[indices].astype(np.int64)
-    for i in np.flatnonzero(indices == NO_INDEX):
+    for i in np.flatnonzero(indices == NO_INDEX).tolist():
         saved = cached.all_token_ids.get(cached.req_ids[i])
         saved = states[i].preempted_token_ids if saved is None else saved
         known[i] = len(saved) if saved is not None else 0

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from pallas_kernels import AttentionLayer, KVCache
 
 from jaxrunner.config import RunnerConfig
 from jaxrunner.shapes.buckets import cdiv
+from pallas_kernels import AttentionLayer, KVCache
 
 
 @dataclass(frozen=True, slots=True)

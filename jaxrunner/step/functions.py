@@ -9,19 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jaxrunner.step.inputs import StepArrays
+from jaxrunner.step.sampling import sample
+from jaxrunner.step.state import DeviceState
+from models import merge
 from pallas_kernels import (
     AttentionImplementation,
     CommonAttentionMetadata,
     GroupSpec,
     KVCache,
     StepAttention,
+    request_indices,
     slot_mapping,
 )
-
-from jaxrunner.step.inputs import StepArrays
-from jaxrunner.step.sampling import sample
-from jaxrunner.step.state import DeviceState
-from models import merge
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,7 @@ class StepFunctions:
 
         token = jnp.arange(num_tokens, dtype=jnp.int32)
         real = token < inputs.num_tokens
-        # The row whose interval holds the token: empty intervals share a start, the last of them is passed over.
-        rows = jnp.searchsorted(starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
-        row = jnp.minimum(rows, num_rows - 1)
+        row = jnp.minimum(request_indices(starts, num_tokens), num_rows - 1)
         positions = jnp.where(real, inputs.num_computed[row] + token - starts[row], 0)
 
         # The last token before the drafts may be one that only the device knows.

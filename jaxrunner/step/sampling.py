@@ -5,6 +5,7 @@ Features are branches on batch-wide flags inside one executable: what no row use
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -99,7 +100,9 @@ def filter_logits(scaled: Float32[Array, "S V"], params: SamplingState) -> Float
     return jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
 
 
-def _largest_threshold(values: Float32[Array, "S V"], enough) -> Float32[Array, "S"]:
+def _largest_threshold(
+    values: Float32[Array, "S V"], enough: Callable[[Bool[Array, "S V"]], Bool[Array, "S"]]
+) -> Float32[Array, "S"]:
     """Per row the largest of ``values`` for which ``enough(values >= it)`` holds; -inf if it never does.
 
     ``enough`` must hold for every smaller threshold when it holds for one.
