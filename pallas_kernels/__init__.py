@@ -1,0 +1,31 @@
+"""Kernels of a paged-attention step: slot mapping, cache write, attention. Knows nothing of models or scheduling."""
+
+from pallas_kernels.implementation import (
+    AttentionImplementation,
+    AttentionLayer,
+    AttentionSupport,
+    GroupSpec,
+    StepAttention,
+    choose_attention,
+)
+from pallas_kernels.metadata import CommonAttentionMetadata, KVCache, request_indices
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.slot_mapping import PAD_SLOT_ID, local_key_lens, slot_mapping
+from pallas_kernels.write_kv_cache import write_kv_cache
+
+__all__ = [
+    "PAD_SLOT_ID",
+    "AttentionImplementation",
+    "AttentionLayer",
+    "AttentionSupport",
+    "CommonAttentionMetadata",
+    "GroupSpec",
+    "KVCache",
+    "StepAttention",
+    "choose_attention",
+    "local_key_lens",
+    "paged_attention",
+    "request_indices",
+    "slot_mapping",
+    "write_kv_cache",
+]
