@@ -16,7 +16,8 @@ from numpy.typing import DTypeLike
 from models.config import ModelConfig
 from models.errors import CheckpointError
 from models.gguf_file import read_gguf
-from models.gguf_model import GGUFTensors, hf_config
+from models.gguf_model import hf_config
+from models.gguf_tensors import GGUFTensors
 from models.gguf_tokenizer import gguf_tokenizer
 from models.hf_folder import FolderTensors, read_json, read_optional_json
 from models.hf_tokenizer import folder_tokenizer

@@ -42,6 +42,7 @@ def fetch_model(name: str, progress: Progress | None = None) -> tuple[Path, bool
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     _check_space(model, folder)
+    _clear_remains(folder, name)
     # Beside the target, so that the last move stays on one file system and is atomic.
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as work:
         wheels, ready = Path(work, "wheels"), Path(work, "ready")
@@ -63,6 +64,13 @@ def origin_text(model: RegisteredModel) -> str:
     if model.note:
         lines.append(f"note:    {model.note}")
     return "\n".join(lines) + "\n"
+
+
+def _clear_remains(folder: Path, name: str) -> None:
+    """Remove what a call that was killed a day or more ago left behind. A younger one may still be at work."""
+    for remains in folder.glob(f".{name}.*"):
+        if remains.stat().st_mtime < time.time() - 86400:
+            shutil.rmtree(remains, ignore_errors=True)
 
 
 def _check_space(model: RegisteredModel, folder: Path) -> None:

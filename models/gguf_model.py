@@ -1,14 +1,9 @@
-"""What a GGUF file says, in Hugging Face's words: its configuration as a config.json, its tensors by their names there.
-
-So one reader of configurations (`ModelConfig.from_hf`) and one assignment of weights serve both formats.
-"""
+"""A GGUF file's configuration in the words of a Hugging Face config.json, so that one reader of those serves both."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Shaped
 
 from models.errors import CheckpointError
 from models.gguf_file import GGUFFile
@@ -17,30 +12,7 @@ _T = TypeVar("_T")
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 
-_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_BLOCK_PLAIN = _BLOCK | {"ffn_norm": "post_attention_layernorm"}
-_BLOCK_GEMMA3 = _BLOCK | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 
 
 class Fields:
@@ -177,7 +149,7 @@ def _rope_scaling(file: GGUFFile, arch: str, theta: float, head_dim: int) -> dic
     for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
         if name in file.tensors:
             raise CheckpointError(f"{file.path}: has {name}: longrope scaling isn't supported")
-    if _ROPE_FACTORS in file.tensors:
+    if ROPE_FACTORS in file.tensors:
         return _llama3_scaling(file, theta, head_dim)
     kind = fields.get(f"{arch}.rope.scaling.type", str, "none")
     old_factor = fields.optional(f"{arch}.rope.scale_linear", float)
@@ -191,7 +163,7 @@ def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, An
 
     All of Meta's Llama 3 models differ in the factor alone, so it's read off and the rest is checked.
     """
-    divisors = file.read_tensor(_ROPE_FACTORS).astype(np.float64)
+    divisors = file.read_tensor(ROPE_FACTORS).astype(np.float64)
     low, high, original = 1.0, 4.0, 8192
     factor = float(divisors.max())
     if divisors.shape == (head_dim // 2,) and factor >= 1:
@@ -206,53 +178,5 @@ def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, An
                 "original_max_position_embeddings": original,
             }
     raise CheckpointError(
-        f"{file.path}: {_ROPE_FACTORS} isn't Llama 3's scaling (low 1, high 4, original context 8192): not supported"
+        f"{file.path}: {ROPE_FACTORS} isn't Llama 3's scaling (low 1, high 4, original context 8192): not supported"
     )
-
-
-class GGUFTensors:
-    """The tensors of a GGUF file by their Hugging Face names."""
-
-    def __init__(self, file: GGUFFile, config: Mapping[str, Any]):
-        """
-        Raises:
-            CheckpointError: a tensor that the architecture doesn't have.
-        """
-        self._file, self._arch = file, architecture(file)
-        self._heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-        self._names = {self._hf_name(name): name for name in file.tensors if name != _ROPE_FACTORS}
-        shapes = {ours: file.tensors[theirs].shape for ours, theirs in self._names.items()}
-        self.shapes: Mapping[str, tuple[int, ...]] = shapes
-
-    def _hf_name(self, name: str) -> str:
-        if name in _TOP:
-            return _TOP[name]
-        block, index, rest = (name.split(".", 2) + ["", ""])[:3]
-        stem, _, kind = rest.rpartition(".")
-        table = _BLOCK_GEMMA3 if self._arch == "gemma3" else _BLOCK_PLAIN
-        layer = int(index) if index.isdecimal() and len(index) < 6 else None
-        known = stem in table and kind in ("weight", "bias")
-        if block != "blk" or str(layer) != index or not known:  # "blk.00" would be a second name for layer 0
-            raise CheckpointError(f"{self._file.path}: tensor {name!r} isn't part of a {self._arch} that is supported")
-        return f"model.layers.{layer}.{table[stem]}.{kind}"
-
-    def read_into(self, name: str, out: Shaped[np.ndarray, "..."]) -> None:
-        """Dequantises one tensor into `out`, a contiguous array of its shape, as the Hugging Face checkpoint has it.
-
-        llama: the file's q and k rows are ordered for interleaved rope, pairs (0, 1), (2, 3); they go back to halves.
-        gemma3: the file holds norm weights with 1 added.
-        """
-        theirs = self._names[name]
-        if self._arch == "gemma3" and name.endswith("norm.weight"):
-            out[...] = self._file.read_tensor(theirs) - np.float32(1)
-            return
-        self._file.read_into(theirs, out)
-        projection = name.split(".")[-2]
-        if self._arch == "llama" and projection in self._heads:
-            heads, rows = self._heads[projection], out.shape[0]
-            if rows % (2 * heads):
-                raise CheckpointError(
-                    f"{self._file.path}: {theirs!r} has {rows} rows, which {heads} heads can't share evenly"
-                )
-            pairs = out.reshape(heads, rows // heads // 2, 2, *out.shape[1:])
-            out[...] = pairs.swapaxes(1, 2).reshape(out.shape)

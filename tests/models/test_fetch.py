@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
 import zipfile
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import models
 import models.fetch
 import models.registry
 import scripts.fetch_model
@@ -126,6 +128,14 @@ def test_a_broken_archive_is_named(index, cache):
     assert leftovers(cache) == []
 
 
+def test_remains_of_a_killed_call_go_after_a_day(index, cache):
+    for name, age in ((".toy.old", 100_000), (".toy.young", 100), (".other.old", 100_000)):
+        (cache / name).mkdir(parents=True)
+        os.utime(cache / name, (time.time() - age,) * 2)
+    fetch_model("toy")
+    assert leftovers(cache) == [".other.old", ".toy.young", "toy"]
+
+
 def test_a_full_disk_is_told_before_downloading(index, cache, monkeypatch):
     monkeypatch.setitem(MODELS, "toy", dataclasses.replace(MODEL, size=1 << 60))
     with pytest.raises(FetchError, match="MB free, fetching needs"):
@@ -164,6 +174,16 @@ def test_the_cache_is_the_users_own(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: Path("/cache") / name)
     assert cache_folder() == Path("/cache/jaxrunner/models")
+
+
+def test_fetching_waits_for_no_jax():
+    """The package's names come when asked for; those that need JAX are none of fetching's."""
+    code = "import sys, models.fetch, models.resolve; print('jax' in sys.modules, 'huggingface_hub' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert run.stdout == "False False\n", run.stderr
+    assert all(getattr(models, name) for name in models.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):
+        models.nonesuch  # noqa: B018
 
 
 def test_registered_models_are_pinned():

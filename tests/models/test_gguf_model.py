@@ -9,7 +9,8 @@ import pytest
 
 from models.errors import CheckpointError
 from models.gguf_file import read_gguf
-from models.gguf_model import GGUFTensors, hf_config
+from models.gguf_model import hf_config
+from models.gguf_tensors import GGUFTensors
 from tests.models.tiny_checkpoints import BASE, CONFIGS, random_tensors, write_gguf
 
 
