@@ -24,9 +24,10 @@ from jaxrunner.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGro
 from jaxrunner.llm_config import LLMConfig, tuples, unknown_options
 from jaxrunner.loading import LoadedModel, load_model, recommended_params
 from jaxrunner.outputs import Prompt, RequestOutput
-from jaxrunner.progress import make_progress
+from jaxrunner.progress import compile_status, make_progress
 from jaxrunner.runner import ModelRunner
 from jaxrunner.sampling_params import SamplingParams
+from models.registry import DEFAULT_MODEL
 from models.tokenizer import Tokenizer
 
 OnError = Literal["raise", "return"]
@@ -42,7 +43,7 @@ class LLM:
         dtype: "float32", "bfloat16", or "auto": float32 on CPU, bfloat16 elsewhere.
         generation_config: "auto": ``generate`` without parameters uses those that the checkpoint recommends (its
             generation_config.json); "vllm": it uses SamplingParams' defaults.
-        quiet: don't print the KV cache's plan (to stderr, where it was not given by num_gpu_blocks_override).
+        quiet: say nothing on stderr of the warm-up, and of the KV cache's plan where its blocks were not given.
         options: see ``LLMConfig``, whose fields they are: max_model_len, max_num_seqs, max_num_batched_tokens, ...
 
     Attributes:
@@ -60,7 +61,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | LoadedModel = "smollm2-135m-instruct",
+        model: str | Path | LoadedModel = DEFAULT_MODEL,
         *,
         tokenizer: str | Path | Tokenizer | None = None,
         dtype: str = "auto",
@@ -80,7 +81,8 @@ class LLM:
         model_config = self.model.decoder.config
         runner_config = self.config.runner_config(model_config.max_position_embeddings, jax.default_backend())
         eos_token_ids = self.model.eos_token_ids
-        self.runner = ModelRunner(self.model.decoder, runner_config, eos_token_ids=eos_token_ids)
+        with compile_status(quiet) as tell:
+            self.runner = ModelRunner(self.model.decoder, runner_config, eos_token_ids=eos_token_ids, on_compiled=tell)
         if not quiet and runner_config.num_blocks is None:
             print(f"KV cache: {self.runner.cache_plan.why}", file=sys.stderr)
         kv_cache_config = _kv_cache_config(self.runner)

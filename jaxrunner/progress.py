@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from jaxrunner.executables import Compiled
 
 
 class RunProgress(Protocol):
@@ -78,6 +82,16 @@ class TqdmProgress:
 
     def close(self) -> None:
         self._bar.close()
+
+
+@contextmanager
+def compile_status(quiet: bool) -> Iterator[Callable[[Compiled], None]]:
+    """A line on stderr, where that is a terminal, that tells which programs the warm-up has compiled."""
+    if quiet:
+        yield lambda compiled: None
+        return
+    with Console(stderr=True).status("getting ready") as status:
+        yield lambda compiled: status.update(f"compiling: {compiled.name} took {compiled.seconds:.1f} s")
 
 
 def make_progress(use_tqdm: bool | Callable[..., Any], num_requests: int, max_tokens: int) -> RunProgress:

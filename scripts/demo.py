@@ -72,6 +72,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             max_num_batched_tokens=STEP_TOKENS,
             token_buckets=(MAX_SEQS, STEP_TOKENS),
             logits_buckets=(MAX_SEQS,),
+            cpu_cache_bytes=256 << 20,
             warmup="lazy",
             quiet=True,
         )

@@ -3,6 +3,7 @@
 On a random model, at one padded shape, so that equal means equal to the last bit.
 """
 
+import jax
 import numpy as np
 import pytest
 
@@ -95,6 +96,45 @@ def test_a_prompt_larger_than_the_cache_is_refused(model):
         tokens(tight, [prompt(13)], GREEDY)
     # 12 tokens fill the cache; the last output token needs no room.
     assert [len(t) for t in tokens(tight, [prompt(12), prompt(6)], GREEDY)] == [1, 7]
+
+
+def test_an_abort_in_the_middle_of_a_prompt_leaves_the_others_alone(roomy):
+    prompts = [prompt(50), prompt(20)]
+    roomy.reset_prefix_cache()
+    solo = tokens(roomy, prompts[1:], GREEDY)
+    roomy.reset_prefix_cache()
+    engine = roomy.engine
+    free = engine.scheduler.manager.num_free_blocks
+    for request_id, ids in zip(("gone", "stays"), prompts, strict=True):
+        engine.add_request(request_id, roomy.inputs.process(ids, GREEDY))
+    engine.step()  # the first chunk of four
+    (aborted,) = engine.abort(["gone"])
+    assert aborted.outputs[0].finish_reason == "abort"
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += engine.step().finished
+    assert [output.outputs[0].token_ids for output in finished] == solo
+    assert engine.scheduler.manager.num_free_blocks == free
+
+
+def test_after_the_warm_up_nothing_compiles(model):
+    options = OPTIONS | {"token_buckets": [4, 16], "logits_buckets": [1, 8], "check_invariants": False}
+    llm = LLM(model, num_gpu_blocks_override=30, warmup="all", **options)
+    params = [GREEDY, SAMPLED, SamplingParams(top_k=5, min_tokens=3, max_tokens=9, detokenize=False)]
+    compiled = []
+
+    def listen(event, duration, **_):
+        if "compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        lengths = [1, 3, 16, 40, 2, 17, 60, 5, 9]
+        outputs = llm.generate([prompt(n) for n in lengths], params * 3, use_tqdm=False)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert all(output.finished for output in outputs)
+    assert compiled == [] and llm.runner.executables.late == 0
 
 
 def test_salted_prompts_share_with_their_own_kind_only(roomy):
