@@ -94,10 +94,7 @@ def choose_dtype(dtype: str) -> jnp.dtype:
 def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     """The sampling parameters that a checkpoint recommends; SamplingParams' own defaults for all others.
 
-    A recommended feature that is not served yet is left out, and logged.
-
-    Raises:
-        ValueError: a value out of range.
+    A recommendation that is out of range, or of a feature that is not served yet, is left out, and logged.
     """
     values = {
         ours: generation_config[theirs]
