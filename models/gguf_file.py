@@ -14,8 +14,9 @@ from models.errors import CheckpointError
 from models.flat_view import flat_view
 from models.gguf_header import GGUFTensor, HeaderParser, block_sizes
 
-# Tensors are dequantised this many values at a time: the temporaries stay small whatever the tensor's size.
-_CHUNK_VALUES = 1 << 18
+# Tensors are dequantised this many values at a time: the temporaries stay small whatever the tensor's size. With four
+# times as many, the allocator gets fresh pages from the system each time, and loading takes half as long again.
+_CHUNK_VALUES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class GGUFFile:
         return out
 
     def read_into(self, name: str, out: Shaped[np.ndarray, "..."]) -> None:
-        """Dequantise one tensor into `out`, a contiguous array of its shape. Takes about 4 MB beside it.
+        """Dequantise one tensor into `out`, a contiguous array of its shape. Takes about 1 MB beside it.
 
         Raises:
             KeyError: no tensor has that name.

@@ -31,7 +31,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _OTHER_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32}
 _OTHER_BITS |= {"I64": 64, "U64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "C64": 64}
 _MAX_HEADER = 100_000_000
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SafetensorsFile:
     def read_into(self, name: str, out: Shaped[np.ndarray, "..."]) -> None:
         """Read one tensor into `out`, a contiguous array of its shape, converted to its type (nearest, ties to even).
 
-        Takes about 8 MB beside it.
+        Takes less than 1 MB beside it.
 
         Raises:
             KeyError: no tensor has that name.
@@ -79,10 +79,12 @@ class SafetensorsFile:
             file.seek(tensor.offset)
             for start in range(0, flat.size, step):
                 part = flat[start : start + step]
-                data = file.read(part.size * stored.itemsize)
-                if len(data) != part.size * stored.itemsize:
+                # In its own type, it's read to where it stays; otherwise it's converted on the way.
+                piece = part if part.dtype == stored else np.empty(part.size, stored)
+                if file.readinto(piece.view(np.uint8).data) != piece.nbytes:
                     raise CheckpointError(f"{self.path}: the file ends inside tensor {name!r}")
-                part[...] = np.frombuffer(data, stored)
+                if piece is not part:
+                    part[...] = piece
 
 
 def read_safetensors(path: str | Path) -> SafetensorsFile:

@@ -21,7 +21,7 @@ def load_params(
     """The checkpoint's model in memory, all parameters in `dtype`.
 
     Names and shapes are compared with the configuration before any memory is taken. Then tensors are read one at a
-    time, straight to where they stay and converted on the way: the peak is the weights and some 10 MB.
+    time, straight to where they stay and converted on the way: the peak is the weights and a few MB.
 
     Args:
         checkpoint: from `open_checkpoint`.

@@ -44,6 +44,16 @@ def test_reads_every_float_type_into_float32_and_bfloat16(tmp_path, monkeypatch,
             np.testing.assert_array_equal(got, tensor.astype(target))
 
 
+@pytest.mark.parametrize("target", [np.float32, ml_dtypes.bfloat16])
+def test_a_file_that_shrinks_later_is_noticed(tmp_path, target):
+    path = tmp_path / "t.safetensors"
+    save_file({"x": np.ones(100, np.float32)}, path)
+    read = read_safetensors(path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="ends inside tensor 'x'"):
+        read.read_tensor("x", target)
+
+
 def test_rounds_to_nearest_even(tmp_path):
     halfway = np.array([1 + 2**-8, 1 + 3 * 2**-8], np.float32)  # between two bfloat16 neighbours
     save_file({"x": halfway}, tmp_path / "t.safetensors")
