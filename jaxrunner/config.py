@@ -69,7 +69,7 @@ class RunnerConfig:
         shapes = self.shapes()
         if not isinstance(self.warmup, str) and not set(self.warmup) <= set(shapes.tokens):
             raise ValueError(f"warmup {self.warmup} must be among the token buckets {shapes.tokens}")
-        shapes.logits  # noqa: B018 - checks the explicit sizes
+        shapes.check()
 
     def shapes(self) -> StepShapes:
         """Every padded shape a runner of this configuration executes."""

@@ -180,7 +180,8 @@ class ModelRunner:
         """Hands a step to the device without waiting for it.
 
         Args:
-            return_logits: keep the step's logits, in the output's ``logits`` (float32 [rows, V]).
+            return_logits: keep the step's logits, in the output's ``logits`` (float32 [rows, V]). They come from a
+                head of their own, which no warm-up compiles: the first step that asks does.
         """
         if self._pending is not None:
             raise RuntimeError("the previous step is pending: call its result() before the next submit")

@@ -96,6 +96,10 @@ class StepShapes:
         """The upload's layout per token bucket."""
         return {t: self._layout(t) for t in self.tokens}
 
+    def check(self) -> None:
+        """Raises ValueError if explicit sizes are out of range."""
+        _ = self.tokens, self.logits
+
     def rows(self, num_tokens: int) -> int:
         """R of a token bucket: a row has at least one token."""
         return min(num_tokens, self.max_num_reqs)

@@ -1,0 +1,263 @@
+"""The runner on a tiny model: logits as transformers has them, refusals that change nothing, nothing compiled late."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner.batch import SchedulerOutputError
+from jaxrunner.config import RunnerConfig
+from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
+from jaxrunner.runner import ModelRunner
+from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.step import unpack
+from tests.models import fixtures
+
+CONFIG = RunnerConfig(
+    max_model_len=64,
+    max_num_reqs=4,
+    max_num_batched_tokens=32,
+    token_buckets=(4, 32),
+    logits_buckets=(4,),
+    block_size=4,
+    num_blocks=65,
+    warmup="all",
+    check_invariants=True,
+    compilation_cache=False,
+)
+
+
+@pytest.fixture(scope="module")
+def fixture():
+    return fixtures.fixture("llama")
+
+
+@pytest.fixture(scope="module")
+def warm(fixture) -> ModelRunner:
+    return ModelRunner(fixtures.decoder_from(fixture.config, fixture.tensors), CONFIG)
+
+
+@pytest.fixture
+def runner(warm: ModelRunner) -> ModelRunner:
+    warm.reset()
+    return warm
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Names of JAX's compile events while the block runs."""
+    events: list[str] = []
+
+    def listen(name: str, *_, **__) -> None:
+        if "compile" in name and "backend" in name:
+            events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def new(req_id: str, tokens: list[int], first_block: int, count: int | None = None, computed: int = 0, **more):
+    blocks = list(range(first_block, first_block + 12))
+    data = NewRequestData(req_id, tokens, (blocks,), computed, **more)
+    count = len(tokens) - computed if count is None else count
+    return SchedulerOutput([data], num_scheduled_tokens={req_id: count}, total_num_scheduled_tokens=count)
+
+
+def cached(counts: dict[str, int], computed: dict[str, int], outputs: dict[str, int], **more) -> SchedulerOutput:
+    ids = list(counts)
+    columns = CachedRequestData(ids, set(), [None] * len(ids), [computed[r] for r in ids], [outputs[r] for r in ids])
+    return SchedulerOutput([], columns, counts, sum(counts.values()), **more)
+
+
+def test_chunks_and_decodes_against_transformers(fixture, runner: ModelRunner) -> None:
+    """The fixture's sequence twice, teacher-forced in chunks beside each other: logits as transformers'."""
+    a = b = fixture.ids.tolist()
+    steps = [
+        (new("a", a, 1, 7), {"a": 7}),
+        (new("b", b, 20, 30), {"b": 30}),
+        (cached({"b": 10, "a": 20}, {"a": 7, "b": 30}, {"a": 0, "b": 0}), {"b": 40, "a": 27}),
+        (cached({"a": 13}, {"a": 27}, {"a": 0}), {"a": 40}),
+    ]
+    for plan, done in steps:
+        output = runner.execute_model(plan, return_logits=True)
+        for req_id, length in done.items():
+            row = output.req_id_to_index[req_id]
+            reference = fixture.logits[length - 1]
+            np.testing.assert_allclose(output.logits[row], reference, atol=1e-4, rtol=0)
+            expected = [int(reference.argmax())] if length == 40 else []  # a chunk of a prompt samples nothing
+            assert output.sampled_token_ids[row] == expected
+
+
+def test_what_is_not_owned_may_be_anything(fixture, runner: ModelRunner) -> None:
+    """Every block is NaN before it is written, the null block always; not a bit of it arrives anywhere."""
+
+    def run() -> list[np.ndarray]:
+        runner.reset()
+        return [
+            runner.execute_model(plan, return_logits=True).logits
+            for plan in (
+                new("a", fixture.ids.tolist()[:9], 1),
+                new("b", fixture.ids.tolist()[3:17], 20, 5),
+                cached({"a": 1, "b": 9}, {"a": 9, "b": 5}, {"a": 1, "b": 0}),
+            )
+        ]
+
+    clean = run()
+    allocate, runner.reset = runner.reset, lambda: None  # type: ignore[method-assign]
+    allocate()
+    runner.kv_caches = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), runner.kv_caches)
+    poisoned = run()
+    del runner.reset
+    for expected, got in zip(clean, poisoned, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_after_warm_up_nothing_compiles(fixture, runner: ModelRunner) -> None:
+    rng, late = np.random.default_rng(0), runner.executables.late
+    with compilations() as events:
+        computed: dict[str, int] = {}
+        outputs: dict[str, int] = {}
+        for step in range(40):
+            if len(computed) == 4:
+                finished = {next(iter(computed))}
+                for req_id in finished:
+                    del computed[req_id], outputs[req_id]
+            else:
+                finished = set()
+            arrival = f"r{step}"
+            length = int(rng.integers(1, 20))
+            params = SamplingParams(temperature=float(step % 2), top_k=step % 3, min_tokens=step % 2)
+            plan = new(arrival, rng.integers(3, 250, length).tolist(), 1 + 13 * (step % 4), sampling_params=params)
+            running = dict.fromkeys(computed, 1)
+            old = cached(running, computed, outputs)
+            plan.scheduled_cached_reqs = old.scheduled_cached_reqs
+            plan.num_scheduled_tokens = running | plan.num_scheduled_tokens
+            plan.total_num_scheduled_tokens += len(running)
+            plan.finished_req_ids = finished
+            runner.execute_model(plan)
+            for req_id in running:
+                computed[req_id] += 1
+                outputs[req_id] += 1
+            computed[arrival], outputs[arrival] = length, 1
+    assert not events
+    assert runner.executables.late == late
+    with compilations() as events:
+        jax.jit(lambda x: x * 3 + 1)(jnp.arange(7)).block_until_ready()
+    assert events, "the listener hears nothing: this test would pass whatever happens"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_embeds": np.zeros((1, 1))}, "'x' uses \\['prompt_embeds'\\]"),
+        ({"lora_request": object()}, "'x' uses \\['lora_request'\\]"),
+        ({"mm_features": [object()]}, "'x' uses \\['mm_features'\\]"),
+        ({"pooling_params": object()}, "'x' uses \\['pooling_params'\\]"),
+        ({"sampling_params": SamplingParams(logprobs=1, bad_words=["a"])}, "'x': .*\\['logprobs', 'bad_words'\\]"),
+    ],
+)
+def test_unserved_request_fields_are_refused_by_name(runner: ModelRunner, change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        runner.execute_model(new("x", [5, 6], 1, **change))
+    assert not runner.batch.requests
+    runner.execute_model(new("x", [5, 6], 1))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("scheduled_spec_decode_tokens", {"x": [1]}),
+        ("block_copies", [[(1, 2)]]),
+        ("new_block_ids_to_zero", [[3]]),
+        ("scheduled_encoder_inputs", {"x": [0]}),
+        ("free_encoder_mm_hashes", ["h"]),
+        ("grammar_bitmask", np.zeros(1)),
+    ],
+)
+def test_unserved_plan_fields_are_refused_by_name(runner: ModelRunner, field: str, value: object) -> None:
+    plan = new("x", [5, 6], 1)
+    setattr(plan, field, value)
+    with pytest.raises(ValueError, match=field):
+        runner.execute_model(plan)
+    assert not runner.batch.requests
+
+
+def test_a_refused_step_leaves_the_runner_as_it_was(fixture, runner: ModelRunner) -> None:
+    prompt = fixture.ids.tolist()[:9]
+    runner.execute_model(new("a", prompt, 1))
+    bad = cached({"a": 5}, {"a": 9}, {"a": 1})
+    with pytest.raises(SchedulerOutputError, match="'a': 9 computed \\+ 5 scheduled"):
+        runner.execute_model(bad)
+    after = runner.execute_model(cached({"a": 1}, {"a": 9}, {"a": 1}), return_logits=True).logits
+    runner.reset()
+    runner.execute_model(new("a", prompt, 1))
+    np.testing.assert_array_equal(
+        runner.execute_model(cached({"a": 1}, {"a": 9}, {"a": 1}), return_logits=True).logits, after
+    )
+
+
+def test_submit_and_result(runner: ModelRunner) -> None:
+    pending = runner.submit(new("a", [5, 6], 1))
+    with pytest.raises(RuntimeError, match="previous step is pending"):
+        runner.submit(new("b", [5, 6], 20))
+    output = pending.result()
+    assert pending.result() is output and output.req_ids == ["a"]
+    assert runner.execute_model(SchedulerOutput(finished_req_ids={"a"})).req_ids == []
+    assert not runner.batch.requests
+
+
+def test_an_argument_that_fits_no_executable_is_an_error(runner: ModelRunner) -> None:
+    """Executables cannot recompile: a wrong dtype is refused, not served by a new program."""
+    forward = runner.executables.forward(4)
+    layout = runner.shapes.layouts[4]
+    with pytest.raises(TypeError, match="float32"):
+        forward(runner.params, runner.kv_caches, runner.state, np.zeros(layout.size, np.float32))
+
+
+def test_more_blocks_than_the_upload_holds_go_ahead(fixture, runner: ModelRunner) -> None:
+    """A prefix hit brings a long table at once; the step of one token after it must see all of it."""
+    tokens = fixture.ids.tolist()
+    runner.execute_model(new("a", tokens[:32], 1))
+    plan = new("b", tokens[:33], 1, count=1, computed=32)  # the same blocks: a shared prefix
+    plan.scheduled_new_reqs[0].block_ids = ([*range(1, 9), 40],)
+    output = runner.execute_model(plan, return_logits=True)
+    np.testing.assert_allclose(output.logits[output.req_id_to_index["b"]], fixture.logits[32], atol=1e-4, rtol=0)
+
+
+def test_the_device_table_is_the_hosts(fixture, runner: ModelRunner) -> None:
+    runner.execute_model(new("a", [5] * 9, 3))
+    runner.execute_model(new("b", [6] * 7, 20))
+    table = np.asarray(runner.state.block_tables[0])
+    for req_id in runner.batch.requests:
+        index, blocks = runner.batch.requests[req_id].request_index, runner.batch.block_ids_of(req_id)
+        np.testing.assert_array_equal(table[index, : len(blocks)], blocks)
+
+
+def test_unpack_checks_the_buffer(runner: ModelRunner) -> None:
+    with pytest.raises(ValueError, match="has .* words, got shape \\(3,\\)"):
+        unpack(jnp.zeros(3, jnp.int32), runner.shapes.layouts[4])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_num_reqs": 0}, "max_num_reqs must be an integer of at least 1, got 0"),
+        ({"max_num_batched_tokens": 2}, "max_num_batched_tokens \\(2\\) must be at least max_num_reqs \\(4\\)"),
+        ({"num_blocks": 1}, "num_blocks must be at least 2"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be in \\(0, 1\\]"),
+        ({"warmup": "some"}, "warmup must be 'all', 'lazy' or a tuple"),
+        ({"warmup": (5,)}, "must be among the token buckets"),
+        ({"token_buckets": (64,)}, "token buckets must be from 1 to 32"),
+        ({"logits_buckets": (0,)}, "logits buckets must be from 1 to 4"),
+    ],
+)
+def test_configuration_is_checked(fields: dict, message: str) -> None:
+    base = {"max_num_reqs": 4, "max_num_batched_tokens": 32}
+    with pytest.raises(ValueError, match=message):
+        RunnerConfig(**(base | fields))
