@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
-CHUNK_KEYS = 128  # keys that one work item reads; the scores of a chunk stay in the L2 cache
+# Keys that one work item reads. Decoding 8 requests of 64, 200 and 640 keys (one core, a layer): 0.24, 0.91 and 1.44 ms
+# with chunks of 64, and 0.33, 0.93 and 1.48 ms with 128; prefill does not care.
+CHUNK_KEYS = 64
 
 
 def pages_per_chunk(block_size: int) -> int:
@@ -69,5 +71,7 @@ def vary_like(x: Array, *others: Array) -> Array:
     Inside jax.shard_map a fresh constant varies over no axis, and a loop refuses a carry whose marking changes. The
     way is to add a zero that depends on the others; XLA folds it away.
     """
-    zero = sum(jnp.int32(0) * (other.reshape(-1)[0] != 0) for other in others)
+    zero = jnp.int32(0)
+    for other in others:
+        zero = zero * (other.reshape(-1)[0] != 0)
     return x + zero.astype(x.dtype)

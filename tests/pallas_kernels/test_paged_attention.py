@@ -141,14 +141,14 @@ def test_work_follows_from_what_is_seen(monkeypatch):
         jax.effects_barrier()
         return {name: reads.count(name) // 2 for name in set(reads)}  # keys and values
 
-    # 512 keys are 4 chunks of 128; of short queries 4 chunks, of whichever rows, are read at a time.
-    assert chunks(64, [(1, 511)]) == {"singles": 1}
-    assert chunks(64, [(1, 511)] * 3 + [(1, 100)]) == {"singles": 4}
-    assert chunks(64, [(1, 100)] * 4) == {"singles": 1}
-    assert chunks(64, [(40, 472)]) == {"tiles": 4}
-    assert chunks(64, [(40, 0), (1, 511)]) == {"singles": 1, "tiles": 1}
-    assert chunks(64, [(1, 511)] * 4, window=100) == {"singles": 1}
-    assert chunks(64, [(40, 472)], window=50) == {"tiles": 1}
+    # 256 keys are 4 chunks of 64; of short queries 4 chunks, of whichever rows, are read at a time.
+    assert chunks(64, [(1, 255)]) == {"singles": 1}
+    assert chunks(64, [(1, 255)] * 3 + [(1, 50)]) == {"singles": 4}
+    assert chunks(64, [(1, 50)] * 4) == {"singles": 1}
+    assert chunks(64, [(40, 216)]) == {"tiles": 4}
+    assert chunks(64, [(40, 0), (1, 255)]) == {"singles": 1, "tiles": 1}
+    assert chunks(64, [(1, 511)] * 4, window=50) == {"singles": 1}
+    assert chunks(64, [(40, 472)], window=20) == {"tiles": 1}
 
 
 @implementations

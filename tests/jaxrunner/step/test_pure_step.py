@@ -1,4 +1,4 @@
-"""The step as a pure function in a user's own hands: jitted, scanned, differentiated; and what the device alone knows."""
+"""The step as a pure function in a user's hands: jitted, scanned, differentiated; and what the device alone knows."""
 
 from dataclasses import replace
 from functools import partial
