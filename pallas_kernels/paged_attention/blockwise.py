@@ -20,7 +20,7 @@ TILE = 64  # queries
 # A request with at most this many query tokens (a decode, with drafts) takes less time query by query than as a tile.
 FEW_QUERIES = 4
 # A step of at most this many tokens goes query by query as a whole, and compiles in half the time.
-FEW_TOKENS = 8
+FEW_TOKENS = 16
 
 
 @jax.tree_util.register_dataclass

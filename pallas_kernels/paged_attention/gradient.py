@@ -67,7 +67,7 @@ def _attention_bwd(layer, residuals, d_out):
         weight = jnp.where(real[:, :, 0], jnp.exp(sinks.astype(jnp.float32) - lse), 0)
         d_sinks = -jnp.sum(weight * out_dot, axis=0).astype(sinks.dtype)
 
-    zeros = (vary_like(jnp.zeros(x.shape), q, *cache, d_out, common.seq_lens) for x in (q, *cache))
+    zeros = (vary_like(jnp.zeros(x.shape, jnp.float32), q, *cache, d_out, common.seq_lens) for x in (q, *cache))
     grads = lax.fori_loop(
         jnp.int32(0),
         tiles.count,

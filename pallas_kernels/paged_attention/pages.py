@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
-# Keys that one work item reads. Decoding 8 requests of 64, 200 and 640 keys (one core, a layer): 0.24, 0.91 and 1.44 ms
-# with chunks of 64, and 0.33, 0.93 and 1.48 ms with 128; prefill does not care.
-CHUNK_KEYS = 64
+CHUNK_KEYS = 128  # keys that one work item reads
 
 
 def pages_per_chunk(block_size: int) -> int:

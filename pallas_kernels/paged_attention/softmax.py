@@ -21,7 +21,8 @@ class SoftmaxState(NamedTuple):
 
     @classmethod
     def empty(cls, queries: tuple[int, ...], head_dim: int) -> "SoftmaxState":
-        return cls(jnp.full(queries, MASKED), jnp.zeros(queries), jnp.zeros((*queries, head_dim)))
+        zeros = jnp.zeros((*queries, head_dim), jnp.float32)
+        return cls(jnp.full(queries, MASKED, jnp.float32), zeros[..., 0], zeros)
 
     def finish(
         self, sinks: Float32[Array, "*queries"] | None

@@ -38,17 +38,16 @@ def check(batch, implementation, *, sinks=None, causal=True, **options):
 CASES = {
     "few tokens": (Shape(tokens=8, rows=8, width=80, block_size=4), {"scale": 0.35}),
     "few tokens, window": (Shape(tokens=8, rows=4, width=30, block_size=4), {"scale": 0.7, "window": 6}),
-    "tiles": (Shape(tokens=24, rows=8, width=40, block_size=8), {"scale": 0.35}),
     "tiles, window over chunks": (
         Shape(tokens=24, rows=4, width=60, block_size=5, heads=3, kv_heads=3, head_dim=5),
         {"scale": 0.2, "window": 140, "soft_cap": 0.5},
     ),
     "large blocks": (
-        Shape(tokens=16, rows=4, width=3, block_size=150, heads=6, kv_heads=1, head_dim=80),
+        Shape(tokens=20, rows=4, width=3, block_size=150, heads=6, kv_heads=1, head_dim=80),
         {"scale": 0.1},
     ),
     "blocks of one": (
-        Shape(tokens=16, rows=16, width=9, block_size=1, heads=4, kv_heads=2, head_dim=130),
+        Shape(tokens=18, rows=18, width=9, block_size=1, heads=4, kv_heads=2, head_dim=130),
         {"scale": 0.1, "window": 6},
     ),
 }
@@ -82,7 +81,7 @@ def test_tiles_of_long_prefills(implementation):
     """Several tiles for a row, tiles that end at no boundary, the last one at the end of the token array. One
     executable serves them all: nothing depends on values."""
     shape = Shape(tokens=200, rows=4, width=100)
-    for requests in ([(130, 3), (1, 390), (69, 0)], [(200, 150)], [(5, 0), (64, 64), (65, 1), (63, 200)]):
+    for requests in ([(130, 3), (1, 390), (69, 0)], [(200, 150)], [(5, 0), (64, 64), (65, 1), (63, 200)], []):
         check(make_batch(shape, requests), implementation, scale=0.3)
     assert compiled(implementation=implementation, scale=0.3)._cache_size() == 1
 
@@ -141,14 +140,15 @@ def test_work_follows_from_what_is_seen(monkeypatch):
         jax.effects_barrier()
         return {name: reads.count(name) // 2 for name in set(reads)}  # keys and values
 
-    # 256 keys are 4 chunks of 64; of short queries 4 chunks, of whichever rows, are read at a time.
-    assert chunks(64, [(1, 255)]) == {"singles": 1}
-    assert chunks(64, [(1, 255)] * 3 + [(1, 50)]) == {"singles": 4}
-    assert chunks(64, [(1, 50)] * 4) == {"singles": 1}
-    assert chunks(64, [(40, 216)]) == {"tiles": 4}
-    assert chunks(64, [(40, 0), (1, 255)]) == {"singles": 1, "tiles": 1}
-    assert chunks(64, [(1, 511)] * 4, window=50) == {"singles": 1}
-    assert chunks(64, [(40, 472)], window=20) == {"tiles": 1}
+    # 512 keys are 4 chunks of 128; of short queries 8 chunks, of whichever rows, are read at a time.
+    assert chunks(64, [(1, 511)] * 2) == {"singles": 1}
+    assert chunks(64, [(1, 511)] * 2 + [(1, 100)]) == {"singles": 2}
+    assert chunks(64, [(1, 511), (1, 100), (1, 300)]) == {"singles": 1}
+    assert chunks(64, [(40, 472)]) == {"tiles": 4}
+    assert chunks(64, [(40, 0), (1, 511)]) == {"singles": 1, "tiles": 1}
+    assert chunks(64, [(1, 511)] * 8, window=100) == {"singles": 1}
+    assert chunks(64, [(40, 472)], window=50) == {"tiles": 1}
+    assert chunks(64, []) == {}
 
 
 @implementations
