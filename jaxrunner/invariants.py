@@ -38,10 +38,10 @@ def check_invariants(batch: InputBatch, scheduler_output: SchedulerOutput, input
 
 
 def check_rows(batch: InputBatch, inputs: StepInputs) -> None:
-    """1. req_ids and row_of are inverse to each other, and the step's rows are the batch's."""
-    _same(1, "number of rows", len(batch.row_of), batch.num_reqs)
+    """1. req_ids and req_id_to_index are inverse to each other, and the step's rows are the batch's."""
+    _same(1, "number of rows", len(batch.req_id_to_index), batch.num_reqs)
     for row, req_id in enumerate(batch.req_ids):
-        _same(1, f"request {req_id!r}: row_of", batch.row_of.get(req_id), row)
+        _same(1, f"request {req_id!r}: req_id_to_index", batch.req_id_to_index.get(req_id), row)
     _same(1, "requests of the step by row", inputs.req_ids, batch.req_ids)
 
 

@@ -33,7 +33,7 @@ class InputBatch:
         seed: the engine's; requests without a seed of their own derive one from it.
 
     Attributes:
-        req_ids: request of each row. ``row_of`` is its inverse.
+        req_ids: request of each row. ``req_id_to_index`` is its inverse.
         idx_mapping: int32 [R], request index of each row.
         row_of_index: int32 [I], row of each request index, NO_ROW for one that is not in this step.
         requests: every request the runner knows, by id.
@@ -72,7 +72,7 @@ class InputBatch:
 
         self.requests: dict[str, CachedRequestState] = {}
         self.req_ids: list[str] = []
-        self.row_of: dict[str, int] = {}
+        self.req_id_to_index: dict[str, int] = {}
         self.idx_mapping: Int32[np.ndarray, "R"] = np.full(max_num_reqs, NO_INDEX, np.int32)
         self.row_of_index: Int32[np.ndarray, "I"] = np.full(max_num_reqs, NO_ROW, np.int32)
         self._free_indices = list(range(max_num_reqs - 1, -1, -1))
@@ -86,14 +86,16 @@ class InputBatch:
         self.flags = 0
         # What holds until rows move again.
         self.scheduled_ids: list[str] = []  # in the scheduler's order: cached, then new
-        self.settle()
+        self.refresh_metadata()
 
-    def settle(self) -> None:
+    def refresh_metadata(self) -> None:
         """To be called when rows have moved: refreshes what is derived from their order."""
         n, ids = self.num_reqs, self.scheduled_ids
         self.row_indices: Int64[np.ndarray, "n"] = self.idx_mapping[:n].astype(np.intp)
         self.row_starts: Int64[np.ndarray, "n"] = self.row_indices * self.token_row_stride  # in the flat token table
-        self.scheduled_rows: Int64[np.ndarray, "n"] = np.fromiter(map(self.row_of.__getitem__, ids), np.intp, len(ids))
+        self.scheduled_rows: Int64[np.ndarray, "n"] = np.fromiter(
+            map(self.req_id_to_index.__getitem__, ids), np.intp, len(ids)
+        )
         self.rows_in_order = bool((self.scheduled_rows == np.arange(len(ids))).all())
         self.row_flags = int(np.bitwise_or.reduce(self.columns["sampling_flags"][self.row_indices], initial=0))
         self.longest_hold = int(self.columns["min_length"][self.row_indices].max(initial=0))
@@ -161,7 +163,7 @@ class InputBatch:
         state.preempted_token_ids = self.token_ids_of(req_id).copy()
         self._release(state)
 
-    def finish(self, req_id: str) -> None:
+    def remove_request(self, req_id: str) -> None:
         """The runner forgets the request."""
         self._release(self.requests.pop(req_id))
 
@@ -198,7 +200,7 @@ class InputBatch:
 
     def leave_row(self, req_id: str) -> None:
         """The request gives up its row, and keeps its index. The row is a hole until it is taken or condensed."""
-        row = self.row_of.pop(req_id)
+        row = self.req_id_to_index.pop(req_id)
         self.row_of_index[self.idx_mapping[row]] = NO_ROW
         self.idx_mapping[row] = NO_INDEX
         self._holes.append(row)
@@ -221,9 +223,9 @@ class InputBatch:
             self.idx_mapping[last] = NO_INDEX
             self._place(req_id, index, hole)
             gone.add(last)
-        del self.req_ids[len(self.row_of) :]
+        del self.req_ids[len(self.req_id_to_index) :]
 
-    def swap_rows(self, a: int, b: int) -> None:
+    def swap_states(self, a: int, b: int) -> None:
         """The requests of rows ``a`` and ``b`` change places."""
         order = list(range(self.num_reqs))
         order[a], order[b] = b, a
@@ -238,9 +240,9 @@ class InputBatch:
         indices = self.idx_mapping[:n][np.asarray(order, np.intp)]
         self.idx_mapping[:n] = indices
         self.row_of_index[indices] = np.arange(n)
-        self.row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
+        self.req_id_to_index = {req_id: row for row, req_id in enumerate(self.req_ids)}
 
     def _place(self, req_id: str, index: int, row: int) -> None:
-        self.row_of[req_id] = row
+        self.req_id_to_index[req_id] = row
         self.idx_mapping[row] = index
         self.row_of_index[index] = row

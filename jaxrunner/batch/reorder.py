@@ -53,5 +53,5 @@ def reorder_decodes_first(batch: InputBatch, threshold: int = 1) -> bool:
     batch.reorder(order)
     for column in (batch.num_scheduled, batch.num_computed):
         column[:n] = column[:n][order]
-    batch.settle()
+    batch.refresh_metadata()
     return True

@@ -55,7 +55,7 @@ def _settle_rows(batch: InputBatch, so: SchedulerOutput) -> None:
     cached, new = so.scheduled_cached_reqs, so.scheduled_new_reqs
     for req_id in so.finished_req_ids:
         if req_id in batch.requests:  # an abort may name one that never got here
-            batch.finish(req_id)
+            batch.remove_request(req_id)
     for req_id in so.preempted_req_ids:
         if req_id in batch.requests:
             batch.preempt(req_id)
@@ -67,9 +67,9 @@ def _settle_rows(batch: InputBatch, so: SchedulerOutput) -> None:
     indices = np.fromiter((s.request_index for s in states), np.intp, len(states))
     staying = indices[indices != NO_INDEX]
     staying_rows = batch.row_of_index[staying]
-    if len(batch.row_of) > np.count_nonzero(staying_rows != NO_ROW):
+    if len(batch.req_id_to_index) > np.count_nonzero(staying_rows != NO_ROW):
         scheduled = set(cached.req_ids)
-        for req_id in [r for r in batch.row_of if r not in scheduled]:
+        for req_id in [r for r in batch.req_id_to_index if r not in scheduled]:
             batch.leave_row(req_id)
 
     for data in new:
@@ -89,7 +89,7 @@ def _settle_rows(batch: InputBatch, so: SchedulerOutput) -> None:
     batch.condense()
 
     batch.scheduled_ids = cached.req_ids + [data.req_id for data in new]
-    batch.settle()
+    batch.refresh_metadata()
 
 
 def _take_counts(batch: InputBatch, so: SchedulerOutput) -> None:
@@ -168,7 +168,7 @@ def _take_drafts(batch: InputBatch, so: SchedulerOutput) -> None:
     batch.any_drafts = bool(drafts)
     if not drafts:
         return
-    rows = np.fromiter(_lookup(batch.row_of, list(drafts)), np.intp, len(drafts))
+    rows = np.fromiter(_lookup(batch.req_id_to_index, list(drafts)), np.intp, len(drafts))
     indices = batch.row_indices[rows]
     lengths = np.fromiter(map(len, drafts.values()), np.int32, len(drafts))
     total = int(lengths.sum())

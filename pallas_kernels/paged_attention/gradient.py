@@ -18,7 +18,7 @@ from pallas_kernels.implementation import AttentionLayer
 from pallas_kernels.metadata import KVCache
 from pallas_kernels.paged_attention.blockwise import ReferenceMetadata, forward
 from pallas_kernels.paged_attention.pages import page_ids, pages_per_chunk, read_pages_by_head, vary_like
-from pallas_kernels.paged_attention.scores import scores, sees
+from pallas_kernels.paged_attention.scores import product, scores, sees
 from pallas_kernels.paged_attention.tiles import (
     cut_into_tiles,
     first_key,
@@ -106,12 +106,12 @@ def _one_tile(layer, q, cache, common, tiles, size, d_out, out_dot, lse, t, grad
         visible = sees(tile.query_position, key, tile.last_key, layer, common.causal) & tile.own[:, None]
         visible = jnp.repeat(visible, layer.num_heads // num_kv_heads, axis=0)[None]
         p = jnp.where(visible, jnp.exp(s - lse_rows[..., None]), 0)
-        d_values = jnp.einsum("hqk,hqd->hkd", p, d_rows)
-        d_s = p * (jnp.einsum("hqd,hkd->hqk", d_rows, values) - dot_rows[..., None])
+        d_values = product("hqk,hqd->hkd", p, d_rows)
+        d_s = p * (product("hqd,hkd->hqk", d_rows, values) - dot_rows[..., None])
         if layer.soft_cap is not None:
             d_s = d_s * (1 - (s / layer.soft_cap) ** 2)
-        d_keys = jnp.einsum("hqk,hqd->hkd", d_s, queries)
-        d_queries = d_queries + jnp.einsum("hqk,hkd->hqd", d_s, keys)
+        d_keys = product("hqk,hqd->hkd", d_s, queries)
+        d_queries = d_queries + product("hqk,hkd->hqd", d_s, keys)
 
         # Pages past the last key stand for no block. Keys outside the window have a gradient of zero.
         target = jnp.where(page + jnp.arange(chunk, dtype=jnp.int32) <= tile.last_key // block_size, pages, len(d_k))

@@ -17,7 +17,7 @@ from jaxtyping import Float, Float32, Int32
 from pallas_kernels.implementation import AttentionLayer
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
 from pallas_kernels.paged_attention.pages import page_ids, pages_per_chunk, read_pages_by_head, vary_like
-from pallas_kernels.paged_attention.scores import scores, sees
+from pallas_kernels.paged_attention.scores import product, scores, sees
 from pallas_kernels.paged_attention.softmax import MASKED, SoftmaxState
 from pallas_kernels.paged_attention.tiles import Tiles, first_key, heads_by_token, place_tile, rows_by_head
 
@@ -64,7 +64,7 @@ def attend_tiles(
             return SoftmaxState(
                 m,
                 state.l * shrink + jnp.sum(weights, axis=-1),
-                state.acc * shrink[..., None] + jnp.einsum("hqk,hkd->hqd", weights, values),
+                state.acc * shrink[..., None] + product("hqk,hkd->hqd", weights, values),
             )
 
         empty = SoftmaxState.empty((num_kv_heads, size * groups), head_dim)

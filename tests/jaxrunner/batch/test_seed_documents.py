@@ -89,17 +89,17 @@ def batch_of(ids: list[str], params: dict | None = None) -> InputBatch:
 def test_condense(rows: list[str], remove: list[str], left: list[str]) -> None:
     batch = batch_of(rows)
     for req_id in remove:
-        batch.finish(req_id)
+        batch.remove_request(req_id)
     batch.condense()
     assert batch.req_ids == left
-    assert batch.row_of == {r: i for i, r in enumerate(left)}
+    assert batch.req_id_to_index == {r: i for i, r in enumerate(left)}
 
 
 def test_condense_case_is_the_documents() -> None:
     given, expected = case("seed_cases", "seed1_condense")
     batch = batch_of(given["rows"])
     for req_id in given["remove"]:
-        batch.finish(req_id)
+        batch.remove_request(req_id)
     batch.condense()
     assert batch.req_ids == expected["rows"]
 
@@ -213,7 +213,7 @@ def test_allowed_ids_stay_with_their_request() -> None:
     new = [NewRequestData(str(i), [1], ([i + 1],), 0, p) for i, p in enumerate(params)]
     counts = dict.fromkeys("012", 1)
     update_states(batch, SchedulerOutput(new, num_scheduled_tokens=counts, total_num_scheduled_tokens=3))
-    batch.finish(str(given["remove"]))
+    batch.remove_request(str(given["remove"]))
     batch.condense()
     assert [int(r) for r in batch.req_ids] == expected["order"]
     assert list(batch.requests[batch.req_ids[0]].sampling_params.allowed_token_ids) == expected["row0_allowed"]

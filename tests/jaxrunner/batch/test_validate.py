@@ -140,7 +140,7 @@ def picture(b: InputBatch) -> list:
     arrays = [b.columns[c.name].copy() for c in b.columns.columns]
     arrays += [b.block_table[0].table.copy(), b.block_table[0].num_blocks.copy()]
     arrays += [b.idx_mapping.copy(), b.row_of_index.copy(), b.num_scheduled.copy()]
-    plain = (b.req_ids, b.row_of, b.requests, b._free_indices, b._holes, b.scheduled_ids, b._entered, b.flags)
+    plain = (b.req_ids, b.req_id_to_index, b.requests, b._free_indices, b._holes, b.scheduled_ids, b._entered, b.flags)
     return [repr(plain), [a.tobytes() for a in arrays]]
 
 
