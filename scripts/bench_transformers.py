@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Decode speed beside transformers': same weights, same prompts, same threads, in turns on one machine.
+"""Decode speed beside transformers': same weights, same prompts, same processors, in turns on one machine.
 
 transformers runs in an environment of its own, whose Python --peer-python names:
   python3.11 -m venv peer && peer/bin/pip install torch==2.13.0 transformers==5.24.0
@@ -7,7 +7,8 @@ transformers runs in an environment of its own, whose Python --peer-python names
 
 Each round runs transformers, then this project, in processes of their own. Transformers' figure is the better of a
 bare loop over the model and its generate(). A decode step of this project is timed at the runner, host work included:
-scheduling, packing, both executables, tokens on the host, stop checks. Quote the ratio; the machine's speed drifts.
+scheduling, packing, both executables, tokens on the host, stop checks. Prefill is the time until every row has its
+first token. Quote the ratio; the machine's speed drifts.
 """
 
 from __future__ import annotations
@@ -26,24 +27,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-def export(model: str, folder: Path) -> Path:
-    """The model as a Hugging Face folder in float32: itself if it is one, else written to ``folder``."""
-    import safetensors.numpy
-
-    from models.checkpoint import open_checkpoint
-    from models.gguf_file import read_gguf
-    from models.gguf_model import hf_config
-    from models.resolve import resolve_model
-
-    path = resolve_model(model)
-    if path.is_dir():
-        return path
-    safetensors.numpy.save_file(dict(open_checkpoint(path).tensors()), folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config(read_gguf(path))))
-    return folder
+from scripts.export_hf import export  # noqa: E402
 
 
 def make_prompts(model: str, batch: int, length: int) -> list[list[int]]:
@@ -60,45 +46,60 @@ def make_prompts(model: str, batch: int, length: int) -> list[list[int]]:
     return [ids[i * length : (i + 1) * length] for i in range(batch)]
 
 
+def split_steps(steps: list[tuple[int, float, float]], batch: int, start: float) -> tuple[float, list[float]]:
+    """(seconds from ``start`` until every row had a token, seconds of each decode step of all rows after that).
+
+    Args:
+        steps: (tokens sampled, when it began, when it ended) of each step.
+
+    Raises:
+        ValueError: no step after the prompts gave every row a token: more new tokens are needed.
+    """
+    full = [(began, ended) for tokens, began, ended in steps if tokens == batch]
+    if len(full) < 2:
+        raise ValueError(f"{len(full)} steps with all {batch} rows at once are too few: raise --new-tokens")
+    # The first of them finished the last prompt.
+    return full[0][1] - start, [ended - began for began, ended in full[1:]]
+
+
 def ours(args: argparse.Namespace) -> None:
     """One measurement of this project; prints JSON. Runs in a process of its own."""
     from jaxrunner import LLM, SamplingParams
 
     prompts = json.loads(Path(args.prompts).read_text())
     batch, length = len(prompts), len(prompts[0])
+    step_tokens = max(args.max_num_batched_tokens, batch)
     # The second sequence length has nothing to share with the first: prefix caching would only hide prefill.
     llm = LLM(
         args.model,
         dtype=args.dtype,
         max_model_len=length + args.new_tokens + 1,
         max_num_seqs=batch,
-        max_num_batched_tokens=max(512, batch),
-        token_buckets=tuple(sorted({batch, 512})),
+        max_num_batched_tokens=step_tokens,
+        token_buckets=tuple(sorted({batch, step_tokens})),
         logits_buckets=(batch,),
+        block_size=args.block_size,
         warmup="all",
         enable_prefix_caching=False,
         quiet=True,
     )
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False)
     llm.generate([p[:16] for p in prompts], replace(params, max_tokens=4), use_tqdm=False)  # first calls
-    steps: list[tuple[int, float]] = []
+    steps: list[tuple[int, float, float]] = []
     step = llm.engine.step
 
     def timed() -> object:
         start = time.perf_counter()
         result = step()
-        steps.append((len(result.deltas), time.perf_counter() - start))
+        steps.append((len(result.deltas), start, time.perf_counter()))
         return result
 
     llm.engine.step = timed  # type: ignore[method-assign, assignment]
     before = llm.runner.times.as_dict()
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    total = time.perf_counter() - start
     after = llm.runner.times.as_dict()
-    # A decode step gives a token to every row; the first such step may have finished a prompt.
-    decode = [seconds for tokens, seconds in steps if tokens == batch][1:]
-    prefill = total - sum(seconds for tokens, seconds in steps if tokens == batch)
+    prefill, decode = split_steps(steps, batch, start)
     print(
         json.dumps(
             {
@@ -113,12 +114,26 @@ def ours(args: argparse.Namespace) -> None:
 
 
 def run(command: list[str], threads: int) -> dict:
-    """The JSON object a process prints last."""
+    """The JSON object a process prints last. It runs on this process's processors, see `pin`."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{command[0]} {command[1]} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def pin(threads: int) -> None:
+    """Keeps this process and its children on that many processors: XLA has no flag for its number of threads.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise ValueError("this system can't keep a process on some of its processors; run the comparison on Linux")
+    processors = sorted(os.sched_getaffinity(0))
+    if not 1 <= threads <= len(processors):
+        raise ValueError(f"--threads {threads}: this process may use {len(processors)} processors")
+    os.sched_setaffinity(0, processors[:threads])
 
 
 def compare(args: argparse.Namespace, console: Console) -> list[dict]:
@@ -134,6 +149,8 @@ def compare(args: argparse.Namespace, console: Console) -> list[dict]:
             peer_command = [args.peer_python, str(here.parent / "peers" / "transformers_decode.py"), str(exported)]
             peer_command += [*common, "--threads", str(args.threads)]
             our_command = [sys.executable, str(here), "--model", args.model, *common, "--ours"]
+            our_command += ["--block-size", str(args.block_size)]
+            our_command += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
             for round_ in range(args.rounds):
                 peer, own = run(peer_command, args.threads), run(our_command, args.threads)
                 peer_loop = statistics.median(peer["decode_step_s"])
@@ -152,6 +169,8 @@ def compare(args: argparse.Namespace, console: Console) -> list[dict]:
                         "same_tokens": same / (batch * args.new_tokens),
                         "compiled_late": own["compiled_late"],
                         "threads": args.threads,
+                        "block_size": args.block_size,
+                        "max_num_batched_tokens": args.max_num_batched_tokens,
                         "versions": peer["versions"],
                     }
                 )
@@ -182,7 +201,11 @@ def main() -> None:
     parser.add_argument("--batch", default="1,8", type=lambda s: [int(x) for x in s.split(",")])
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="processors that either side may use (default: 2)")
+    parser.add_argument("--block-size", type=int, default=16, help="of this project's KV cache (default: 16)")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, help="tokens of one of this project's steps (default: 512)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the rows of all rounds here")
     parser.add_argument("--ours", action="store_true", help=argparse.SUPPRESS)
@@ -193,6 +216,10 @@ def main() -> None:
         return
     if not args.peer_python:
         parser.error("--peer-python is needed: see --help for how to make that environment")
+    try:
+        pin(args.threads)
+    except ValueError as error:
+        parser.error(str(error))
     console = Console(stderr=args.json is not None)
     rows = compare(args, console)
     show(console, rows, args)

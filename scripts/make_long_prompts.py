@@ -1,10 +1,12 @@
 #!/usr/bin/env python
-"""Makes tests/cases/long_prompts.json: greedy continuations of a 900-token prompt, by transformers in float32.
+r"""Makes tests/cases/long_prompts.json: greedy continuations of a 900-token prompt, by transformers in float32.
 
-Runs in an environment of its own (pip install torch==2.13.0 transformers==5.24.0), on folders with the models in
-Hugging Face's layout, as bench_transformers.py writes them:
+The models are written as Hugging Face folders first, by this project's Python; then transformers' turn is in an
+environment of its own (pip install torch==2.13.0 transformers==5.24.0, which bring tokenizers along):
 
-    make_long_prompts.py --text /usr/share/common-licenses/GPL-3 smollm2-135m-instruct=FOLDER ... > long_prompts.json
+    export_hf.py smollm2-135m-instruct smollm2 gemma3-270m gemma3 qwen2.5-coder-0.5b qwen
+    make_long_prompts.py --text /usr/share/common-licenses/GPL-3 smollm2-135m-instruct=smollm2 gemma3-270m=gemma3 \
+        qwen2.5-coder-0.5b=qwen > tests/cases/long_prompts.json
 """
 
 import argparse
