@@ -157,7 +157,7 @@ def choose_attention(
     """One implementation for all of `layers` (a cache group), on a cache of this block size and dtype.
 
     Args:
-        platform: where it will run, as JAX names it: "cpu", "cuda", ...
+        platform: where it will run, as `jax.default_backend()` names it: "cpu", "gpu" (NVIDIA), ...
         requested: the name of an implementation, or "auto": the first of the list that refuses no layer.
         implementations: the candidates, best first; those of `pallas_kernels.paged_attention` when not given.
 

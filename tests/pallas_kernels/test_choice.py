@@ -8,7 +8,7 @@ from pallas_kernels.implementation import Kernel, choose_kernel
 
 
 class Picky:
-    """Takes layers without a window, on CUDA."""
+    """Takes layers without a window, on NVIDIA GPUs."""
 
     support = AttentionSupport.SINGLE_TOKEN
 
@@ -16,7 +16,7 @@ class Picky:
         self.name = name
 
     def refuses(self, layer, block_size, dtype, platform):
-        if platform != "cuda":
+        if platform != "gpu":
             return f"needs an NVIDIA GPU, this is {platform}"
         if layer.window is not None:
             return f"no window ({layer.window})"
@@ -35,7 +35,7 @@ FULL = AttentionLayer("model.layers.0", 8, 2, 64, 0.125)
 LOCAL = AttentionLayer("model.layers.1", 8, 2, 64, 0.125, window=512)
 
 
-def choose(layers, platform="cuda", requested="auto", candidates=CANDIDATES, dtype=jnp.bfloat16):
+def choose(layers, platform="gpu", requested="auto", candidates=CANDIDATES, dtype=jnp.bfloat16):
     chosen, refusals = choose_attention(layers, 16, dtype, platform, requested, candidates)
     return chosen.name, refusals
 
@@ -61,7 +61,7 @@ def test_when_all_refuse_every_reason_is_given():
 
 
 def test_the_reference_takes_every_layer_everywhere():
-    for platform in ("cpu", "cuda", "tpu"):
+    for platform in ("cpu", "gpu", "tpu"):
         chosen, refusals = choose_attention([FULL, LOCAL], 16, jnp.float16, platform)
         assert (chosen.name, chosen.support, refusals) == ("reference", AttentionSupport.ALWAYS, [])
     with pytest.raises(ValueError, match="reference: layer 'model.layers.0': .*not int8"):
