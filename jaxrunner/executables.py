@@ -111,10 +111,11 @@ class StepExecutables:
 
         return self._get(f"update_table[{group}]", make)
 
-    def temporaries(self, num_tokens: int) -> int:
-        """Bytes of temporaries of the forward over ``num_tokens``."""
-        self.forward(num_tokens)
-        return self.compiled[f"forward[{num_tokens}]"].temp_bytes
+    def temporaries(self) -> int:
+        """Bytes of temporaries of the largest program: the forward over the budget, or the head over all rows."""
+        self.forward(self._shapes.tokens[-1])
+        self.head(self._shapes.logits[-1])
+        return max(compiled.temp_bytes for compiled in self.compiled.values())
 
     def compile_all(self, token_buckets: tuple[int, ...]) -> Iterator[Compiled]:
         """Compiles what steps of these token buckets can need, largest first, and yields each as it is ready."""

@@ -133,8 +133,6 @@ class InputProcessor:
             raise refuse(f"the prompt {what}; at least one token is needed")
         if params.truncate_prompt_tokens is not None:
             keep = params.truncate_prompt_tokens
-            if keep == 0:
-                raise refuse("truncate_prompt_tokens is 0, which leaves nothing: -1 cuts to the model's length")
             ids = prompt.token_ids = ids[-(self._room if keep == -1 else keep) :]
         self._check_ids(ids, refuse)
         if len(ids) >= self.max_model_len:

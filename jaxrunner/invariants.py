@@ -1,7 +1,7 @@
 """The eight invariants of a step. Told a batch, a SchedulerOutput and the step's inputs, they name what is wrong.
 
-They restate what a step must be from the scheduler's numbers, one request at a time and in plain words; they share no
-arithmetic with the code that they check. On in tests and with ``RunnerConfig(check_invariants=True)``.
+They restate what a step must be from the scheduler's numbers, one request at a time and in plain words, and share no
+address arithmetic with the code that they check. On in tests and with ``RunnerConfig(check_invariants=True)``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxrunner.batch import PAD_SLOT_ID, InputBatch, StepInputs
 from jaxrunner.protocol import SchedulerOutput
-from jaxrunner.sampling_columns import sampling_record
 
 
 class InvariantError(AssertionError):
@@ -56,11 +55,11 @@ def check_same_request(batch: InputBatch, inputs: StepInputs) -> None:
         _same(2, f"{name}: uploaded request index", int(inputs["idx_mapping"][row]), index)
         _same(2, f"{name}: uploaded token count", int(inputs["num_known"][row]), int(batch.num_tokens[index]))
         _same(2, f"{name}: prompt length", int(batch.columns["num_prompt_tokens"][index]), state.num_prompt_tokens)
-        stop = tuple(dict.fromkeys((*(state.sampling_params.stop_token_ids or ()), *batch.eos_token_ids)))
-        record = sampling_record(state.sampling_params, req_id, state.num_prompt_tokens, stop, batch.seed)
-        _same(2, f"{name}: sampling record", batch.columns["sampling_record"][index].tobytes() == record, True)
+        record = np.frombuffer(batch.record_of(req_id, state.sampling_params, state.num_prompt_tokens), np.int32)
+        _same(2, f"{name}: sampling record", batch.columns["sampling_record"][index].tolist(), record.tolist())
+        _same(2, f"{name}: uploaded prompt length", int(inputs["num_prompt"][row]), state.num_prompt_tokens)
     indices = batch.idx_mapping[:n].tolist()
-    _same(2, "request indices of the rows are distinct", len(set(indices)), n)
+    _same(2, f"distinct request indices among the rows' {indices}", len(set(indices)), n)
     padding = inputs["idx_mapping"][n:]
     _same(2, "request index of padding rows", padding.tolist(), [batch.max_num_reqs] * len(padding))
 
@@ -108,8 +107,7 @@ def check_seq_lens(batch: InputBatch, inputs: StepInputs) -> None:
         _same(6, f"{name}: seq_len", length, int(inputs.positions[starts[row + 1] - 1]) + 1)
         for group, table in enumerate(batch.block_table.tables):
             room = int(table.num_blocks[index]) * table.block_size
-            fits = f"{name}: seq_len {length} fits the {room} tokens of its blocks, group {group}"
-            _same(6, fits, length <= room, True)
+            _same(6, f"{name}: tokens behind its blocks' {room}, cache group {group}", max(length - room, 0), 0)
     padding = inputs.seq_lens[batch.num_reqs :]
     _same(6, "seq_lens of padding rows", padding.tolist(), [0] * len(padding))
 
@@ -128,10 +126,12 @@ def check_slots(batch: InputBatch, inputs: StepInputs) -> None:
                 _same(7, f"{name}: slot of position {position}", int(slots[token]), expected)
             used = -(-int(inputs.seq_lens[row]) // size)
             _same(7, f"{name}: block table row", rows[row, :used].tolist(), owned[:used])
-            _same(7, f"{name}: block table behind the sequence is null", bool(rows[row, used:].any()), False)
+            tail = rows[row, used:].tolist()
+            _same(7, f"{name}: block table behind the sequence", tail, [0] * len(tail))
         padding = slots[inputs.num_tokens :]
         _same(7, f"slots of padding, cache group {group}", padding.tolist(), [PAD_SLOT_ID] * len(padding))
-        _same(7, "block table of padding rows is null", bool(rows[batch.num_reqs :].any()), False)
+        blocks = rows[batch.num_reqs :].ravel().tolist()
+        _same(7, f"block table of padding rows, cache group {group}", blocks, [0] * len(blocks))
 
 
 def check_logits(batch: InputBatch, so: SchedulerOutput, inputs: StepInputs) -> None:

@@ -125,6 +125,3 @@ class ModelRunnerOutput:
     prompt_logprobs_dict: dict[str, Any] = field(default_factory=dict)
     pooler_output: Any = None
     logits: np.ndarray | None = None
-
-
-EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()

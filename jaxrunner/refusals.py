@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxrunner.protocol import SchedulerOutput
 from jaxrunner.sampling_params import SamplingParams
 
-# field of SamplingParams: is it used?
+# field of SamplingParams: is it used? (n, stop strings, truncation and text options are the front door's to serve.)
 _SAMPLING = {
     "presence_penalty": lambda p: p.presence_penalty != 0.0,
     "frequency_penalty": lambda p: p.frequency_penalty != 0.0,
@@ -17,6 +17,13 @@ _SAMPLING = {
     "allowed_token_ids": lambda p: p.allowed_token_ids is not None,
     "bad_words": lambda p: bool(p.bad_words),
     "logits_processors": lambda p: bool(p.logits_processors),
+    "spaces_between_special_tokens": lambda p: not p.spaces_between_special_tokens,
+    "extra_args": lambda p: bool(p.extra_args),
+    "flat_logprobs": lambda p: p.flat_logprobs,
+    "logprob_token_ids": lambda p: p.logprob_token_ids is not None,
+    "skip_reading_prefix_cache": lambda p: p.skip_reading_prefix_cache is not None,
+    "thinking_token_budget": lambda p: p.thinking_token_budget is not None,
+    "repetition_detection": lambda p: p.repetition_detection is not None,
 }
 
 

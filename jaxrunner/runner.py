@@ -10,12 +10,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrunner.batch import BufferRing, InputBatch, StepInputs, prepare_inputs, record_sampled, update_states
+from jaxrunner.batch import (
+    BufferRing,
+    InputBatch,
+    MultiGroupBlockTable,
+    StepInputs,
+    prepare_inputs,
+    record_sampled,
+    update_states,
+)
 from jaxrunner.compilation_cache import use_compilation_cache
 from jaxrunner.config import RunnerConfig
 from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, Compiled, StepExecutables
 from jaxrunner.invariants import check_invariants
-from jaxrunner.kv_cache.allocate import KVCachePlan, allocate_caches, plan_caches
+from jaxrunner.kv_cache.allocate import KVCachePlan, abstract_caches, allocate_caches, plan_caches
 from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.refusals import refuse_unserved
 from jaxrunner.sampling_columns import RECORD_WORDS
@@ -84,6 +92,11 @@ class ModelRunner:
         self.config = config = config or RunnerConfig()
         use_compilation_cache(config.compilation_cache)
         self.model_config = model.config
+        if config.max_model_len > model.config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {config.max_model_len}, the model was made for"
+                f" {model.config.max_position_embeddings} tokens: lower it"
+            )
         self.shapes = config.shapes()
         graphdef, self.params = split(model)
         self._cache_dtype = dtype = model.dtype
@@ -96,16 +109,15 @@ class ModelRunner:
         group = CacheGroup(GroupSpec(config.block_size, layers), implementation)
         self.functions = StepFunctions(graphdef, (group,), config.max_num_reqs, self.shapes.max_logits)
         self._eos_token_ids = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        self.batch = self._new_batch()
-        self.state: DeviceState = self._new_state()
+        widths = MultiGroupBlockTable(1, config.max_model_len, (config.block_size,)).widths
+        self.state: DeviceState = init_state(config.max_num_reqs, widths)
         self.cache_plan: KVCachePlan = plan_caches(
             config,
             layers,
             dtype,
-            lambda: self._executables(allocate_caches(layers, 2, config.block_size, dtype)).temporaries(
-                self.shapes.tokens[-1]
-            ),
+            lambda: self._executables(abstract_caches(layers, 2, config.block_size, dtype)).temporaries(),
         )
+        self.batch = self._new_batch()
         self.kv_caches = allocate_caches(layers, self.cache_plan.num_blocks, config.block_size, dtype)
         self.executables = self._executables(self.kv_caches)
         self._buffers = self._new_buffers()
@@ -121,12 +133,13 @@ class ModelRunner:
             max_num_batched_tokens=config.max_num_batched_tokens,
             vocab_size=self.model_config.vocab_size,
             block_sizes=(config.block_size,),
+            num_blocks=self.cache_plan.num_blocks,
             eos_token_ids=self._eos_token_ids,
             seed=config.seed,
         )
 
     def _new_state(self) -> DeviceState:
-        return init_state(self.config.max_num_reqs, [t.width for t in self.batch.block_table.tables])
+        return init_state(self.config.max_num_reqs, self.batch.block_table.widths)
 
     def _new_buffers(self) -> BufferRing:
         largest = max(layout.size for layout in self.shapes.layouts.values())

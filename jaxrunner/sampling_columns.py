@@ -1,13 +1,14 @@
 """Sampling parameters as numbers: what the device keeps of each request, by request index, declared once.
 
 The host fills a record when a request enters (``sampling_record``); the device unpacks the same record into arrays
-(``jaxrunner.step.state``). Words are int32; floats travel as their bits.
+(``jaxrunner.step.state``). Words are 32 bits; floats travel as their bits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxrunner.sampling_params import SamplingParams
@@ -19,61 +20,83 @@ RANDOM = 1  # some row is not greedy
 FILTERED = 2  # some row has top_k, top_p or min_p
 HELD_BACK = 4  # some row is below its min_tokens
 
+_INT32_MAX = 2**31 - 1
+# A smaller top_p says the same, the likeliest token alone, but its product with a sum could vanish in float32.
+_LEAST_TOP_P = 1e-30
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumn:
-    """One column: its name, whether it is a float, its width in words, and the value of an empty entry."""
+    """One column: its name, struct's letter for a word of it, how many words, and the value of an empty entry."""
 
     name: str
-    is_float: bool
+    word: str
     width: int
     fill: float
 
+    @property
+    def is_float(self) -> bool:
+        return self.word == "f"
+
 
 SAMPLING_COLUMNS = (
-    SamplingColumn("temperature", True, 1, 0.0),  # 0: greedy
-    SamplingColumn("top_p", True, 1, 1.0),
-    SamplingColumn("min_p", True, 1, 0.0),
-    SamplingColumn("top_k", False, 1, 0),  # 0: all
-    SamplingColumn("seed", False, 2, 0),  # low and high word of 64 bits
-    SamplingColumn("min_length", False, 1, 0),  # tokens (prompt included) before which nothing may stop
-    SamplingColumn("stop_token_ids", False, MAX_STOP_TOKEN_IDS, -1),  # held back until then
+    SamplingColumn("temperature", "f", 1, 0.0),  # 0: greedy
+    SamplingColumn("top_p", "f", 1, 1.0),
+    SamplingColumn("min_p", "f", 1, 0.0),
+    SamplingColumn("top_k", "i", 1, 0),  # 0: all
+    SamplingColumn("seed", "I", 2, 0),  # low and high word of 64 bits
+    SamplingColumn("min_length", "i", 1, 0),  # tokens (prompt included) before which nothing may stop; 0: none
+    SamplingColumn("stop_token_ids", "i", MAX_STOP_TOKEN_IDS, -1),  # held back until then
 )
 RECORD_WORDS = sum(c.width for c in SAMPLING_COLUMNS)
+_PACK = struct.Struct("<" + "".join(f"{c.width}{c.word}" for c in SAMPLING_COLUMNS))
 
-_PACK = struct.Struct(f"<fffiIIi{MAX_STOP_TOKEN_IDS}i")
+
+def column_offset(name: str) -> int:
+    """The first word of a column in a record."""
+    at = 0
+    for column in SAMPLING_COLUMNS:
+        if column.name == name:
+            return at
+        at += column.width
+    raise KeyError(name)
 
 
 def derived_seed(engine_seed: int, req_id: str) -> int:
     """The seed of a request that names none: 64 bits from the engine's seed and the request's id."""
-    return int.from_bytes(hashlib.blake2b(f"{engine_seed}:{req_id}".encode(), digest_size=8).digest(), "little")
+    text = f"{engine_seed}:{req_id}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def sampling_record(
-    params: SamplingParams, req_id: str, num_prompt_tokens: int, stop_token_ids: tuple[int, ...], engine_seed: int
+    params: SamplingParams, req_id: str, num_prompt_tokens: int, eos_token_ids: Sequence[int], engine_seed: int
 ) -> bytes:
-    """``RECORD_WORDS`` int32 words of one request, in the order of ``SAMPLING_COLUMNS``.
+    """``RECORD_WORDS`` words of one request, in the order of ``SAMPLING_COLUMNS``.
 
     Args:
-        stop_token_ids: every token that min_tokens holds back: the model's EOS ids and the request's own.
+        eos_token_ids: the model's. min_tokens holds them back together with the request's own stop_token_ids, whether
+            or not the request ignores them.
 
     Raises:
         ValueError: min_tokens with more stop tokens than the device keeps.
     """
-    held = stop_token_ids if params.min_tokens else ()
+    held: tuple[int, ...] = ()
+    if params.min_tokens:
+        held = tuple(dict.fromkeys((*(params.stop_token_ids or ()), *eos_token_ids)))
     if len(held) > MAX_STOP_TOKEN_IDS:
         raise ValueError(
-            f"request {req_id!r}: min_tokens holds back at most {MAX_STOP_TOKEN_IDS} stop token ids, got {len(held)}"
+            f"request {req_id!r}: min_tokens holds back at most {MAX_STOP_TOKEN_IDS} stop token ids, got {len(held)}:"
+            " name fewer stop_token_ids or drop min_tokens"
         )
     seed = derived_seed(engine_seed, req_id) if params.seed is None else params.seed % 2**64
     return _PACK.pack(
         0.0 if params.is_greedy else params.temperature,
-        params.top_p,
+        max(params.top_p, _LEAST_TOP_P),
         params.min_p,
         params.top_k,
         seed & 0xFFFFFFFF,
         seed >> 32,
-        num_prompt_tokens + params.min_tokens if params.min_tokens else 0,
+        min(num_prompt_tokens + params.min_tokens, _INT32_MAX) if params.min_tokens else 0,
         *held,
         *(-1,) * (MAX_STOP_TOKEN_IDS - len(held)),
     )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 _INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4e38  # what the device can hold
+MAX_SEQUENCES = 16384  # vLLM's bound for n
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy, as in vLLM
 
 
@@ -18,15 +21,15 @@ def _number(name: str, value: Any) -> float:
 
 
 def _integer(name: str, value: Any, low: int, high: int = _INT32_MAX) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or not low <= index(value) <= high:
         raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
-    return value
+    return index(value)  # a NumPy integer becomes a plain one
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset):
         raise ValueError(f"{name} must be a list of token ids, got {value!r}")
-    return tuple(_integer(f"{name}[{i}]", v, 0) for i, v in enumerate(value))
+    return tuple(dict.fromkeys(_integer(f"{name}[{i}]", v, 0) for i, v in enumerate(value)))
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -48,7 +51,7 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1]. 1 keeps all.
         top_k: keep the k most likely tokens. 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1].
-        seed: makes the request's tokens a function of (seed, position). None derives one from the engine's seed.
+        seed: makes the request's tokens a function of (seed, position). None or -1 derives one from the engine's seed.
         stop: texts that end the output when they appear.
         stop_token_ids: token ids that end the output.
         ignore_eos: go on past the model's end-of-sequence tokens.
@@ -87,6 +90,11 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
     extra_args: Mapping[str, Any] | None = None
+    flat_logprobs: bool = False
+    logprob_token_ids: Sequence[int] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -101,8 +109,12 @@ class SamplingParams:
             raise ValueError("top_p must be greater than 0, got 0: for greedy decoding use temperature=0")
         if self.repetition_penalty == 0.0:
             raise ValueError("repetition_penalty must be greater than 0, got 0: 1 means no penalty")
-        _integer("n", self.n, 1)
+        _integer("n", self.n, 1, MAX_SEQUENCES)
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(f"n is {self.n} with temperature {self.temperature:g}: greedy sequences are all the same")
         put("top_k", max(_integer("top_k", self.top_k, -1), 0))
+        if self.seed == -1:
+            put("seed", None)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
@@ -115,9 +127,14 @@ class SamplingParams:
                 _integer(name, getattr(self, name), -1)
         if self.truncate_prompt_tokens is not None:
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+            if self.truncate_prompt_tokens == 0:
+                raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0: nothing would be left")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         put("stop", _strings("stop", () if self.stop is None else self.stop))
         put("bad_words", _strings("bad_words", () if self.bad_words is None else self.bad_words))
-        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
+        put("stop_token_ids", _token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
@@ -125,8 +142,10 @@ class SamplingParams:
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.100}")
-            bias = {_integer("logit_bias key", int(k), 0): _number(f"logit_bias[{k}]", v)
-                    for k, v in self.logit_bias.items()}  # fmt: skip
+            bias = {}
+            for key, value in self.logit_bias.items():
+                token = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON's keys are strings
+                bias[_integer("logit_bias key", token, 0)] = _number(f"logit_bias[{key}]", value)
             put("logit_bias", {k: min(max(v, -100.0), 100.0) for k, v in bias.items()})
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need the text: drop detokenize=False or use stop_token_ids")
@@ -148,8 +167,17 @@ class SamplingParams:
 _RANGES = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, math.inf),
-    ("temperature", 0.0, math.inf),
+    ("repetition_penalty", 0.0, _FLOAT32_MAX),
+    ("temperature", 0.0, _FLOAT32_MAX),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
+)
+
+_FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "flat_logprobs",
 )

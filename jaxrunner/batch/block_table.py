@@ -89,6 +89,12 @@ class BlockTable:
             flat, lengths = map_to_kernel_blocks(flat, self.ratio), lengths * self.ratio
         start = self.num_blocks[rows]
         end = start + lengths
+        if (end > self.width).any():
+            row = int(np.flatnonzero(end > self.width)[0])
+            raise ValueError(
+                f"row {rows[row]} would hold {end[row]} blocks, the table has {self.width} columns: the request is"
+                " longer than the table was made for"
+            )
         at = rows * self.width + start
         if len(flat) == len(rows) and int(lengths.max()) == 1:  # decode: one block each
             cells = at
@@ -168,6 +174,11 @@ class MultiGroupBlockTable:
         block_sizes = tuple(block_sizes)
         kernel = tuple(kernel_block_sizes) if kernel_block_sizes is not None else block_sizes
         self.tables = tuple(BlockTable(num_rows, max_model_len, b, k) for b, k in zip(block_sizes, kernel, strict=True))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """W of each group's table."""
+        return tuple(table.width for table in self.tables)
 
     def __getitem__(self, group: int) -> BlockTable:
         return self.tables[group]

@@ -41,7 +41,6 @@ def declared_columns(max_model_len: int, num_speculative_tokens: int) -> tuple[C
         Column("num_computed_tokens", np.int32),
         Column("num_draft_tokens", np.int32),  # lie in token_ids behind num_tokens
         Column("sampling_flags", np.int32),
-        Column("min_length", np.int32),  # length before which stop tokens are held back
         Column("sampling_record", np.int32, 0, (RECORD_WORDS,)),
         # One more than a request may have: the last sample of a full request has a place, and its row ends there.
         Column("token_ids", np.int32, 0, (max_model_len + num_speculative_tokens + 1,), valid="num_tokens"),

@@ -11,7 +11,7 @@ from jaxrunner.batch.block_table import MultiGroupBlockTable
 from jaxrunner.batch.columns import ColumnTable, declared_columns
 from jaxrunner.batch.request_state import NO_INDEX, CachedRequestState
 from jaxrunner.protocol import TokenIds
-from jaxrunner.sampling_columns import sampling_flags, sampling_record
+from jaxrunner.sampling_columns import column_offset, sampling_flags, sampling_record
 from jaxrunner.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -28,6 +28,7 @@ class InputBatch:
         vocab_size: token ids are below it.
         block_sizes: tokens a block, per cache group, as the block manager counts them.
         kernel_block_sizes: tokens a block as the kernels address it; None: the same.
+        num_blocks: blocks of every cache group; ids are below it. None: not known, any id goes.
         num_speculative_tokens: drafts a request may carry.
         eos_token_ids: the model's; min_tokens holds them back together with a request's stop_token_ids.
         seed: the engine's; requests without a seed of their own derive one from it.
@@ -48,6 +49,7 @@ class InputBatch:
         vocab_size: int,
         block_sizes: Sequence[int] = (16,),
         kernel_block_sizes: Sequence[int] | None = None,
+        num_blocks: int | None = None,
         num_speculative_tokens: int = 0,
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
@@ -57,6 +59,7 @@ class InputBatch:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.vocab_size = vocab_size
         self.block_sizes = tuple(block_sizes)
+        self.num_blocks = num_blocks
         self.num_speculative_tokens = num_speculative_tokens
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
@@ -68,6 +71,7 @@ class InputBatch:
         self.num_computed_tokens = self.columns["num_computed_tokens"]
         self.num_draft_tokens = self.columns["num_draft_tokens"]
         self.token_ids = self.columns["token_ids"]
+        self._min_length = self.columns["sampling_record"][:, column_offset("min_length")]
         self.token_row_stride = self.token_ids.shape[1]
 
         self.requests: dict[str, CachedRequestState] = {}
@@ -98,7 +102,9 @@ class InputBatch:
         )
         self.rows_in_order = bool((self.scheduled_rows == np.arange(len(ids))).all())
         self.row_flags = int(np.bitwise_or.reduce(self.columns["sampling_flags"][self.row_indices], initial=0))
-        self.longest_hold = int(self.columns["min_length"][self.row_indices].max(initial=0))
+        self.row_prompts: Int32[np.ndarray, "n"] = self.columns["num_prompt_tokens"][self.row_indices]
+        self.row_holds: Int32[np.ndarray, "n"] = self._min_length[self.row_indices]
+        self.any_hold = bool(self.row_holds.any())
 
     # ------------------------------------------------------------------ looking at it
     @property
@@ -134,6 +140,8 @@ class InputBatch:
         num_computed_tokens: int,
     ) -> None:
         """Gives ``state`` a request index and fills its columns. It has no row yet."""
+        params = state.sampling_params
+        record = self.record_of(state.req_id, params, state.num_prompt_tokens)
         index = self._free_indices.pop()
         state.request_index, state.preempted_token_ids = index, None
         n = len(token_ids)
@@ -141,15 +149,15 @@ class InputBatch:
         self.num_tokens[index] = n
         self.columns["num_prompt_tokens"][index] = state.num_prompt_tokens
         self.num_computed_tokens[index] = num_computed_tokens
-        params = state.sampling_params
-        held_back = tuple(dict.fromkeys((*(params.stop_token_ids or ()), *self.eos_token_ids)))
-        record = sampling_record(params, state.req_id, state.num_prompt_tokens, held_back, self.seed)
         self.columns["sampling_record"][index] = np.frombuffer(record, np.int32)
         self.columns["sampling_flags"][index] = sampling_flags(params)
-        self.columns["min_length"][index] = state.num_prompt_tokens + params.min_tokens if params.min_tokens else 0
         self.block_table.add_row(block_ids, index)
         self.requests[state.req_id] = state
         self._entered.append(index)
+
+    def record_of(self, req_id: str, params: SamplingParams, num_prompt_tokens: int) -> bytes:
+        """What the device is told of a request's sampling parameters; ValueError if it cannot be."""
+        return sampling_record(params, req_id, num_prompt_tokens, self.eos_token_ids, self.seed)
 
     def new_state(self, req_id: str, params: SamplingParams | None, num_prompt_tokens: int) -> CachedRequestState:
         """A state for ``enter``."""

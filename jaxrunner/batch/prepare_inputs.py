@@ -45,7 +45,7 @@ class StepInputs:
         self.req_ids = batch.req_ids.copy()
         self.overflow: list[TableUpdates] = []
         self.entered: list[int] = []
-        self._block_table = batch.block_table
+        self._block_table, self._token_row_stride = batch.block_table, batch.token_row_stride
 
     def __getitem__(self, name: str) -> Int32[np.ndarray, "n"]:
         """The field ``name`` of the layout, a view of the buffer."""
@@ -92,6 +92,18 @@ class StepInputs:
         return self._padded_tokens(self["num_computed"][self.req_indices[:n]] + self.query_pos[:n], 0)
 
     @cached_property
+    def token_indices(self) -> Int64[np.ndarray, "T"]:
+        """Where each token lies in the flat token table: position + request index * row length; padding 0."""
+        n = self.num_tokens
+        indices = self["idx_mapping"][self.req_indices[:n]].astype(np.int64)
+        return self._padded_tokens(self.positions[:n] + indices * self._token_row_stride, 0)
+
+    @cached_property
+    def is_prefilling(self) -> Bool[np.ndarray, "R"]:
+        """Rows whose prompt is not wholly computed before the step. By counts, never by length."""
+        return (self.query_lens > 0) & (self["num_computed"] < self["num_prompt"])
+
+    @cached_property
     def seq_lens(self) -> Int32[np.ndarray, "R"]:
         """Length of each row's sequence after this step; 0 for padding rows."""
         return np.where(self.query_lens > 0, self["num_computed"] + self.query_lens, 0).astype(np.int32)
@@ -130,8 +142,8 @@ class StepInputs:
         slots = self.block_table(group)[rows, positions // size] * size + positions % size
         return self._padded_tokens(slots, PAD_SLOT_ID)
 
-    def _padded_tokens(self, values: np.ndarray, fill: int) -> Int32[np.ndarray, "T"]:
-        out = np.full(self.layout.num_tokens, fill, np.int32)
+    def _padded_tokens(self, values: np.ndarray, fill: int) -> np.ndarray:
+        out = np.full(self.layout.num_tokens, fill, values.dtype)
         out[: len(values)] = values
         return out
 
@@ -177,6 +189,7 @@ def prepare_inputs(
     _fill(views["idx_mapping"], batch.idx_mapping[:n], batch.max_num_reqs)
     _fill(views["num_computed"], computed, 0)
     _fill(views["num_known"], batch.num_tokens[indices], 0)
+    _fill(views["num_prompt"], batch.row_prompts, 0)
     if drafts is None:
         views["num_draft"].fill(0)
     else:

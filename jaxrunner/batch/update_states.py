@@ -103,7 +103,8 @@ def _take_counts(batch: InputBatch, so: SchedulerOutput) -> None:
     _by_row(batch, batch.num_scheduled, counts)
     _by_row(batch, batch.num_computed, computed)
     if k and any(map(len, cached.new_token_ids)):
-        _append_tokens(batch, batch.row_indices[batch.scheduled_rows[:k]], computed, cached.new_token_ids)
+        indices = batch.row_indices[batch.scheduled_rows[:k]]
+        _append_tokens(batch, indices, cached.num_computed_tokens, cached.new_token_ids)
     if k and cached.num_output_tokens:
         _drop_surplus_outputs(batch, batch.scheduled_rows[:k], cached.num_output_tokens)
     batch.num_computed_tokens[batch.row_indices] = batch.num_computed[: batch.num_reqs]
@@ -130,7 +131,7 @@ def _drop_surplus_outputs(batch: InputBatch, rows: np.ndarray, num_output_tokens
     told = np.empty(len(rows), np.int32)
     _packer(len(rows))(told, 0, *num_output_tokens)
     indices = batch.row_indices if batch.rows_in_order and len(rows) == batch.num_reqs else batch.row_indices[rows]
-    told += batch.columns["num_prompt_tokens"][indices]
+    told += batch.row_prompts if indices is batch.row_indices else batch.row_prompts[rows]
     have = batch.num_tokens[indices]
     if (told < have).any():
         batch.num_tokens[indices] = np.minimum(told, have)
@@ -144,7 +145,7 @@ def _append_tokens(
         have = int(batch.num_tokens[index])
         missing = c + len(tokens) - have
         if missing > 0:
-            batch.token_ids[index, have : have + missing] = tokens[-missing:]
+            batch.token_ids[index, have : have + missing] = tokens[len(tokens) - missing :]
             batch.num_tokens[index] = have + missing
 
 
@@ -182,10 +183,8 @@ def _take_drafts(batch: InputBatch, so: SchedulerOutput) -> None:
 def _note_features(batch: InputBatch) -> None:
     """Which sampling features this step needs: bits over all rows."""
     batch.flags = batch.row_flags
-    if batch.longest_hold:
-        indices = batch.row_indices
-        if (batch.columns["min_length"][indices] > batch.num_tokens[indices]).any():
-            batch.flags |= HELD_BACK
+    if batch.any_hold and (batch.row_holds > batch.num_tokens[batch.row_indices]).any():
+        batch.flags |= HELD_BACK
 
 
 def _lookup(table: dict[str, int], keys: Sequence[str]) -> Sequence[int]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Collection, Sequence, Sized
 from typing import NoReturn
 
 import numpy as np
 
 from jaxrunner.batch.errors import SchedulerOutputError
 from jaxrunner.batch.input_batch import InputBatch
-from jaxrunner.batch.request_state import NO_INDEX
+from jaxrunner.batch.request_state import NO_INDEX, CachedRequestState
 from jaxrunner.protocol import NewRequestData, SchedulerOutput, TokenIds
+from jaxrunner.sampling_params import SamplingParams
+
+_MOST_BLOCKS = 2**27  # ids that stay int32 when a block is split into up to 16 kernel blocks
 
 
 def validate(batch: InputBatch, so: SchedulerOutput) -> None:
@@ -23,6 +26,7 @@ def validate(batch: InputBatch, so: SchedulerOutput) -> None:
     _check_counts(batch, so)
     for data in so.scheduled_new_reqs:
         _check_new(batch, so, data)
+        _check_sampling(batch, data.req_id, data.sampling_params, len(data.prompt_token_ids))
     _check_cached(batch, so)
 
 
@@ -95,6 +99,7 @@ def _check_counts(batch: InputBatch, so: SchedulerOutput) -> None:
             f" {sorted(ids ^ scheduled.keys())}"
         )
     counts = list(scheduled.values())
+    _check_integers("num_scheduled_tokens", counts)
     if sum(counts) != total:
         _fail(f"num_scheduled_tokens adds up to {sum(counts)}, total_num_scheduled_tokens is {total}")
     if counts and min(counts) < 1:
@@ -150,18 +155,20 @@ def _check_cached(batch: InputBatch, so: SchedulerOutput) -> None:
     if missing:
         _fail(f"requests {missing} are cached and not in num_scheduled_tokens")
     counts = np.fromiter(map(scheduled.__getitem__, cached.req_ids), np.int64, k)
+    _check_integers("num_computed_tokens", cached.num_computed_tokens)
     computed = np.array(cached.num_computed_tokens, np.int64)
     end = computed + counts
     states = [batch.requests[r] for r in cached.req_ids]
     indices = np.fromiter((s.request_index for s in states), np.intp, k)
     known = batch.num_tokens[indices].astype(np.int64)
     for i in np.flatnonzero(indices == NO_INDEX).tolist():
-        saved = cached.all_token_ids.get(cached.req_ids[i])
-        saved = states[i].preempted_token_ids if saved is None else saved
-        known[i] = len(saved) if saved is not None else 0
+        known[i] = _check_returning(batch, so, states[i])
     if any(map(len, cached.new_token_ids)):
-        known = np.maximum(known, computed + np.fromiter(map(len, cached.new_token_ids), np.int64, k))
+        known = _check_new_token_ids(batch, so, known)
     if cached.num_output_tokens:
+        _check_integers("num_output_tokens", cached.num_output_tokens)
+        if min(cached.num_output_tokens) < 0:
+            _fail(f"num_output_tokens are not negative, got {cached.num_output_tokens}")
         prompts = np.fromiter((s.num_prompt_tokens for s in states), np.int64, k)
         known = np.minimum(known, prompts + np.array(cached.num_output_tokens, np.int64))
     if so.scheduled_spec_decode_tokens:
@@ -175,6 +182,51 @@ def _check_cached(batch: InputBatch, so: SchedulerOutput) -> None:
             f" {known[i]} (drafts included); max_model_len is {batch.max_model_len}"
         )
     _check_capacity_of_cached(batch, so, indices, end)
+
+
+def _check_returning(batch: InputBatch, so: SchedulerOutput, state: CachedRequestState) -> int:
+    """How many tokens a request without an index comes back with."""
+    tokens = so.scheduled_cached_reqs.all_token_ids.get(state.req_id)
+    if tokens is None:
+        return len(state.preempted_token_ids) if state.preempted_token_ids is not None else 0
+    if not state.num_prompt_tokens <= len(tokens) <= batch.max_model_len:
+        _fail(
+            f"request {state.req_id!r}: all_token_ids has {len(tokens)} tokens, expected from its prompt's"
+            f" {state.num_prompt_tokens} to max_model_len {batch.max_model_len}"
+        )
+    _check_token_ids(batch, state.req_id, "all_token_ids", tokens)
+    return len(tokens)
+
+
+def _check_new_token_ids(batch: InputBatch, so: SchedulerOutput, known: np.ndarray) -> np.ndarray:
+    """Tokens another stage sampled must join on to those the batch has; how many each request then has."""
+    cached, after = so.scheduled_cached_reqs, known.copy()
+    for i, (req_id, tokens) in enumerate(zip(cached.req_ids, cached.new_token_ids, strict=True)):
+        if not len(tokens):
+            continue
+        _check_token_ids(batch, req_id, "new_token_ids", tokens)
+        computed, have = cached.num_computed_tokens[i], int(known[i])
+        if computed > have or computed + len(tokens) > batch.max_model_len:
+            _fail(
+                f"request {req_id!r}: new_token_ids are its tokens {computed} to {computed + len(tokens)}; it has"
+                f" {have}, and max_model_len is {batch.max_model_len}"
+            )
+        after[i] = max(have, computed + len(tokens))
+    return after
+
+
+def _check_sampling(batch: InputBatch, req_id: str, params: SamplingParams | None, num_prompt_tokens: int) -> None:
+    if params is not None:
+        try:
+            batch.record_of(req_id, params, num_prompt_tokens)
+        except ValueError as e:
+            _fail(str(e))
+
+
+def _check_integers(name: str, values: Collection[object]) -> None:
+    kinds = set(map(type, values))
+    if not all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
+        _fail(f"{name} must hold integers, got {sorted(kind.__name__ for kind in kinds)}")
 
 
 def _check_capacity_of_cached(batch: InputBatch, so: SchedulerOutput, indices: np.ndarray, end: np.ndarray) -> None:
@@ -215,14 +267,21 @@ def _check_blocks(
                 f"{name}: position {end - 1} lies behind its {count} blocks of {table.block_size} tokens"
                 f" in cache group {group}"
             )
-        if len(ids) and min(ids) < 0:
-            _fail(f"{name} brings block {min(ids)} in cache group {group}; block ids are not negative")
+        if len(ids):
+            _check_integers(f"{name}: block ids of cache group {group}", ids)
+            limit = _MOST_BLOCKS if batch.num_blocks is None else batch.num_blocks
+            if min(ids) < 0 or max(ids) >= limit:
+                bad = min(ids) if min(ids) < 0 else max(ids)
+                _fail(f"{name} brings block {bad} in cache group {group}; its block ids are 0..{limit - 1}")
 
 
 def _check_token_ids(batch: InputBatch, req_id: str, what: str, token_ids: TokenIds) -> None:
     if not len(token_ids):
         return
-    low, high = int(np.min(token_ids)), int(np.max(token_ids))
+    array = np.asarray(token_ids)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        _fail(f"request {req_id!r}: its {what} must be a flat list of integers, got {array.dtype} of {array.ndim} dims")
+    low, high = int(array.min()), int(array.max())
     if low < 0 or high >= batch.vocab_size:
         bad = low if low < 0 else high
         vocabulary = f"0..{batch.vocab_size - 1}"

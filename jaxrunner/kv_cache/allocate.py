@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.config import RunnerConfig
+from jaxrunner.kv_cache.spec import FullAttentionSpec
 from jaxrunner.shapes.buckets import cdiv
 from pallas_kernels import AttentionLayer, KVCache
 
@@ -24,7 +25,9 @@ class KVCachePlan:
 
 def bytes_per_block(layers: Sequence[AttentionLayer], block_size: int, dtype: jnp.dtype) -> int:
     """K and V of one block in every layer."""
-    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * jnp.dtype(dtype).itemsize for layer in layers)
+    name = jnp.dtype(dtype).name
+    specs = (FullAttentionSpec(block_size, layer.num_kv_heads, layer.head_dim, name) for layer in layers)
+    return sum(spec.page_size_bytes for spec in specs)
 
 
 def plan_caches(
@@ -75,5 +78,16 @@ def allocate_caches(
     layers: Sequence[AttentionLayer], num_blocks: int, block_size: int, dtype: jnp.dtype
 ) -> tuple[KVCache, ...]:
     """K and V of every layer, [N, B, Hkv, D] each, zeroed."""
+    return tuple(
+        KVCache(jnp.zeros(k.shape, k.dtype), jnp.zeros(v.shape, v.dtype))
+        for k, v in abstract_caches(layers, num_blocks, block_size, dtype)
+    )
+
+
+def abstract_caches(
+    layers: Sequence[AttentionLayer], num_blocks: int, block_size: int, dtype: jnp.dtype
+) -> tuple[KVCache, ...]:
+    """Shapes and dtypes of the caches, without memory."""
     shapes = [(num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
-    return tuple(KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes)
+    arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return tuple(KVCache(array, array) for array in arrays)  # type: ignore[arg-type]

@@ -16,11 +16,12 @@ class StepLayout:
     num_reqs            1     rows in use
     num_tokens          1     tokens in use
     num_logits          1     logits rows in use
-    flags               1     which sampling features any row uses (``jaxrunner.sampling_flags``)
+    flags               1     which sampling features any row uses (``jaxrunner.sampling_columns``)
     query_start_loc     R+1   row r owns tokens [query_start_loc[r], query_start_loc[r+1])
     idx_mapping         R     request index of each row; padding: the scratch index max_num_reqs
     num_computed        R     tokens whose keys and values exist before the step
     num_known           R     tokens the request has (prompt and outputs, drafts not counted)
+    num_prompt          R     tokens of the user's prompt
     num_draft           R     draft tokens at the end of the row's interval
     use_device          R     1: the last token before the drafts is the device's last sample, not token_ids
     logits_indices      S     token whose hidden state gets logits; padding 0
@@ -48,6 +49,7 @@ class StepLayout:
             "idx_mapping": r,
             "num_computed": r,
             "num_known": r,
+            "num_prompt": r,
             "num_draft": r,
             "use_device": r,
             "logits_indices": s,

@@ -1,6 +1,6 @@
 """The device half of the runner: pure functions of arrays, to be jitted, scanned and differentiated by anyone.
 
-    step = StepFunctions(graphdef, layers, groups, ...)
+    step = StepFunctions(definition, groups, max_num_reqs, max_logits)
     hidden, head_inputs, kv_caches, state = step.forward(params, kv_caches, state, inputs)
     sampled, state = step.head_and_sample(params, state, hidden, head_inputs)
 

@@ -103,7 +103,7 @@ class StepFunctions:
         from_device = real & (inputs.use_device[row] != 0) & (token == sampled_at[row])
         token_ids = jnp.where(from_device, state.last_sampled[inputs.idx_mapping[row]], inputs.token_ids)
 
-        is_prefilling = seq_lens < inputs.num_known
+        is_prefilling = (query_lens > 0) & (inputs.num_computed < inputs.num_prompt)
         attention = [
             self._attention(g, group, state, inputs, query_lens, seq_lens, positions, is_prefilling)
             for g, group in enumerate(self.groups)

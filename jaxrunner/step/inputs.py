@@ -23,6 +23,7 @@ class StepArrays:
     idx_mapping: Int32[Array, "R"]
     num_computed: Int32[Array, "R"]
     num_known: Int32[Array, "R"]
+    num_prompt: Int32[Array, "R"]
     num_draft: Int32[Array, "R"]
     use_device: Int32[Array, "R"]
     logits_indices: Int32[Array, "S"]

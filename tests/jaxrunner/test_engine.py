@@ -23,7 +23,8 @@ def make_engine(tokenizer=TOKENIZER, num_blocks=64, **options):
 
 
 def prompt(*ids, text=None, **params):
-    return Prompt(text, list(ids), SamplingParams(temperature=0, **params))
+    # The runner is scripted: temperatures don't matter to it, and n > 1 is not for greedy requests.
+    return Prompt(text, list(ids), SamplingParams(temperature=1 if "n" in params else 0, **params))
 
 
 def run(engine):

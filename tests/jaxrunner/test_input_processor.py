@@ -104,7 +104,6 @@ def test_text_and_ids_and_both():
         ([1], {"stop_token_ids": [5]}, "stop_token_ids holds 5.*from 0 to 4"),
         ([1], {"logprobs": 2}, r"\['logprobs'\] are not served"),
         ([1], {"repetition_penalty": 1.1}, "repetition_penalty"),
-        ([1], {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
     ],
 )
 def test_refusals_say_why(prompt, params, words):

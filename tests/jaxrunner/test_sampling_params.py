@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from jaxrunner.sampling_params import SamplingParams
 
 BAD = [
-    ({"temperature": -0.1}, "temperature must be from 0 to inf"),
+    ({"temperature": -0.1}, "temperature must be from 0 to 3.4e\\+38, got -0.1"),
     ({"top_p": 0.0}, "top_p must be greater than 0"),
     ({"top_p": 1.1}, "top_p must be from 0 to 1"),
     ({"top_k": -2}, "top_k must be an integer from -1"),
@@ -29,6 +30,14 @@ BAD = [
     ({"stop_token_ids": [-1]}, "stop_token_ids\\[0\\] must be an integer from 0"),
     ({"stop_token_ids": "12"}, "stop_token_ids must be a list of token ids"),
     ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+    ({"temperature": 1e39}, "temperature must be from 0 to 3.4e\\+38, got 1e\\+39"),
+    ({"n": 2, "temperature": 0}, "greedy sequences are all the same"),
+    ({"n": 10**9}, "n must be an integer from 1 to 16384"),
+    ({"ignore_eos": "false"}, "ignore_eos must be True or False, got 'false'"),
+    ({"detokenize": 0}, "detokenize must be True or False, got 0"),
+    ({"logit_bias": {2.7: 1}}, "logit_bias key must be an integer"),
+    ({"logit_bias": {"abc": 1}}, "logit_bias key must be an integer from 0"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be -1 or at least 1"),
     ({"stop": ["a"], "detokenize": False}, "stop strings need the text"),
 ]
 
@@ -57,6 +66,15 @@ def test_normalised_once_and_immutable() -> None:
     with pytest.raises(AttributeError):
         params.temperature = 2.0  # type: ignore[misc]
     assert SamplingParams(stop=[]).stop == () and SamplingParams(stop=None).stop == ()
+
+
+def test_what_is_accepted_as_it_comes() -> None:
+    """NumPy's integers, JSON's string keys, repeated stop tokens, vLLM's seed of -1."""
+    params = SamplingParams(
+        stop_token_ids=[np.int64(3), 3, 5], top_k=np.int32(4), logit_bias={"7": 1, 8: -200}, seed=-1
+    )
+    assert params.stop_token_ids == (3, 5) and params.top_k == 4 and params.seed is None
+    assert params.logit_bias == {7: 1.0, 8: -100.0}
 
 
 def test_from_dict_names_what_it_does_not_know() -> None:

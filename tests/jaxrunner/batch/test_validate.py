@@ -8,6 +8,7 @@ import pytest
 
 from jaxrunner.batch import InputBatch, SchedulerOutputError, update_states
 from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
+from jaxrunner.sampling_params import SamplingParams
 
 
 def batch() -> InputBatch:
@@ -18,6 +19,7 @@ def batch() -> InputBatch:
         max_num_batched_tokens=12,
         vocab_size=100,
         block_sizes=(4,),
+        num_blocks=30,
         num_speculative_tokens=2,
     )
     new = [NewRequestData(r, [1, 2, 3], ([i + 1],)) for i, r in enumerate("ABCD")]
@@ -90,7 +92,46 @@ def drafts(values: dict[str, list[int]], scheduled: int = 2) -> SchedulerOutput:
     return so
 
 
+def resumed(tokens: list[int]) -> SchedulerOutput:
+    so = next_valid()
+    so.scheduled_cached_reqs = CachedRequestData(["D"], {"D"}, [([20, 21],)], [0], [1], [], {"D": tokens})
+    so.num_scheduled_tokens, so.total_num_scheduled_tokens = {"D": 3}, 3
+    return so
+
+
+def sampled_elsewhere(tokens: list[int], computed: int = 4) -> SchedulerOutput:
+    so = next_valid()
+    so.scheduled_cached_reqs.new_token_ids = [tokens, []]
+    so.scheduled_cached_reqs.num_computed_tokens = [computed, 4]
+    so.scheduled_cached_reqs.num_output_tokens = []
+    return so
+
+
+MANY_STOPS = SamplingParams(min_tokens=1, stop_token_ids=list(range(40)))
+
 BAD = {
+    "more stop tokens than the device keeps": (with_new(sampling_params=MANY_STOPS), "'N': min_tokens holds back at"),
+    "block past the cache": (with_new(block_ids=([30],)), "block 30 in cache group 0; its block ids are 0..29"),
+    "block no integer": (
+        with_new(block_ids=(["x"],)),
+        "block ids of cache group 0 must hold integers, got \\['str'\\]",
+    ),
+    "tokens no integers": (with_new(prompt_token_ids=[1.5, 2.0]), "must be a flat list of integers, got float64"),
+    "count no integer": (
+        changed(lambda so: so.num_scheduled_tokens.update(A=1.0)),
+        "num_scheduled_tokens must hold integers, got \\['float', 'int'\\]",
+    ),
+    "computed no integer": (cached(num_computed_tokens=[4.0, 4]), "num_computed_tokens must hold integers"),
+    "negative outputs": (cached(num_output_tokens=[-2, 2]), "num_output_tokens are not negative"),
+    "comes back too long": (
+        resumed([1] * 50),
+        "'D': all_token_ids has 50 tokens, expected from its prompt's 3 to .* 16",
+    ),
+    "comes back without its prompt": (resumed([1]), "'D': all_token_ids has 1 tokens"),
+    "comes back with foreign tokens": (resumed([1, 2, 500]), "token id 500 among its all_token_ids"),
+    "tokens behind a gap": (sampled_elsewhere([9], 7), "'A': new_token_ids are its tokens 7 to 8; it has 5"),
+    "tokens past the end": (sampled_elsewhere([9] * 60), "'A': new_token_ids are its tokens 4 to 64"),
+    "foreign tokens": (sampled_elsewhere([900, 9]), "token id 900 among its new_token_ids"),
     "unknown id": (cached(req_ids=["A", "X"]), "differs in|'X'"),
     "duplicate id": (cached(req_ids=["A", "A"]), "twice|differs"),
     "both new and cached": (with_new(req_id="A"), "both new and cached|adds up|differs"),
@@ -160,6 +201,16 @@ def test_refused_and_unchanged(name: str) -> None:
         update_states(b, so)
     assert picture(b) == before
     update_states(b, next_valid())  # and the next good step goes through
+
+
+def test_tokens_sampled_elsewhere_join_on_beside_a_new_request() -> None:
+    b = batch()
+    so = sampled_elsewhere([8, 9, 10])  # from its token 4 on: the first is known
+    so.scheduled_new_reqs = [NewRequestData("N", [1, 2], ([20],))]
+    so.num_scheduled_tokens |= {"N": 2}
+    so.total_num_scheduled_tokens += 2
+    update_states(b, so)
+    assert b.token_ids_of("A").tolist() == [1, 2, 3, 7, 8, 9, 10]
 
 
 def test_check_can_be_left_out() -> None:

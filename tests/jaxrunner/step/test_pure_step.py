@@ -70,6 +70,7 @@ def inputs(
         idx_mapping=rows(list(range(n)), REQS),
         num_computed=rows(computed),
         num_known=rows(known or [c + k for c, k in zip(computed, lengths, strict=True)]),
+        num_prompt=rows(known or [c + k for c, k in zip(computed, lengths, strict=True)]),
         num_draft=rows([]),
         use_device=rows([]),
         logits_indices=rows([e - 1 for e in ends]),

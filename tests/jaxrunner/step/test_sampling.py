@@ -173,6 +173,14 @@ def test_top_k_of_one_is_greedy() -> None:
     assert draw(logits, np.arange(8, dtype=np.int32), params).tolist() == logits.argmax(axis=1).tolist()
 
 
+@pytest.mark.parametrize("top_p", [1e-5, 1e-30, 1e-39, 1e-100])
+def test_a_vanishing_top_p_keeps_the_likeliest(top_p: float) -> None:
+    """Below float32's range a product with it would be 0, which every set reaches."""
+    logits = np.array([[0.0, 1.0, 5.0, 2.0]] * 4, np.float32)
+    params = state_of(*[SamplingParams(top_p=top_p, seed=i) for i in range(4)])
+    assert draw(logits, np.arange(4, dtype=np.int32), params).tolist() == [2, 2, 2, 2]
+
+
 def test_min_tokens_holds_stop_tokens_back() -> None:
     """Position 3 + 4 is the first at which a request with 3 prompt tokens and min_tokens 4 may stop."""
     logits = np.array([[0.0, 5.0, 4.0, 1.0]] * 3, np.float32)
