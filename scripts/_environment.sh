@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the commands in this folder. Leaves the project's folder in $project and its Python in $python,
-# from a .venv that it makes on the first call and finds unchanged on later ones.
+# from a .venv that it makes on the first call and finds unchanged on later ones. A .venv that somebody else made is
+# used if it has pip and a Python that will do; it is never emptied.
 # PYTHON=... chooses the interpreter that a new .venv is made with.
 
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -8,6 +9,7 @@ venv="$project/.venv"
 python="$venv/bin/python"
 stamp="$venv/jaxrunner-installed"        # written last: what the finished environment was made from
 unfinished="$venv/jaxrunner-unfinished"  # there while packages are being installed
+made="$venv/jaxrunner-made"              # there if this file made the environment, so that it may empty it too
 log="$venv/jaxrunner-install.log"
 
 say() { printf '%s\n' "$*" >&2; }
@@ -91,6 +93,7 @@ create_venv() {
     [ -n "$base$uv" ] || die "$no_python"
     mkdir -p "$venv"
     find "$venv/" -mindepth 1 -delete
+    : >"$made"
     : >"$unfinished"
     if [ -n "$base" ]; then
         say "environment: making .venv with Python $(describe "$base" | cut -d' ' -f1) ($base)"
@@ -99,6 +102,15 @@ create_venv() {
         say "environment: making .venv with a Python 3.13 that uv fetches"
         "$uv" venv --quiet --allow-existing --seed --python 3.13 "$venv" || die "$no_python"
     fi
+}
+
+# $1: what is wrong with the .venv that is there. Somebody else's is left alone.
+start_over() {
+    if [ -n "$(ls -A "$venv/" 2>/dev/null)" ]; then
+        [ -e "$made" ] || die "$venv $1, and this script didn't make it: move or delete it, then run $0 again"
+        say "environment: .venv $1, starting over"
+    fi
+    create_venv
 }
 
 # The CUDA libraries that this machine's NVIDIA driver can run: cuda12, cuda13, or nothing without a driver.
@@ -134,16 +146,15 @@ set_up() {
         cuda=${cuda:-$had_cuda}
     fi
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
-        create_venv
-    elif [ -e "$unfinished" ] || ! "$python" -c 'import pip' 2>/dev/null; then
-        say "environment: .venv was left unfinished, starting over"
-        create_venv
+        start_over "has no working Python 3.12 or newer"
+    elif [ -e "$unfinished" ] && [ -e "$made" ]; then
+        start_over "was left unfinished"
+    elif ! "$python" -c 'import pip' 2>/dev/null; then
+        start_over "has no pip"
     elif [ -n "$had_project" ] && [ "$had_project" != "$project" ]; then
-        say "environment: .venv was made for $had_project, starting over"
-        create_venv
+        start_over "was made for $had_project"
     elif [ -n "$had_cuda" ] && [ "$had_cuda" != "$cuda" ]; then
-        say "environment: .venv was made for $had_cuda, starting over for $cuda"
-        create_venv
+        start_over "was made for $had_cuda, and this machine needs $cuda"
     elif [ "$had_checksum|$had_cuda|$had_project" = "$checksum|$cuda|$project" ]; then
         return
     fi
