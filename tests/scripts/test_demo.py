@@ -1,6 +1,10 @@
 """scripts/demo.py, run in this process on a scripted checkpoint in place of its model."""
 
 import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +52,14 @@ def test_errors_in_one_line(capsys):
     assert capsys.readouterr().err.startswith("demo: can't find the model 'no-such-model'")
     assert demo.main(["--max-tokens", "0"]) == 2
     assert "max_tokens" in capsys.readouterr().err
+
+
+def test_the_command_leaves_stdout_to_the_report(tmp_path):
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    shutil.copy(Path(demo.__file__).with_name("demo"), scripts)
+    (scripts / "_environment.sh").write_text(f"project={tmp_path} python={sys.executable}\n")
+    (scripts / "fetch_model.py").write_text("print('fetched')")
+    (scripts / "demo.py").write_text("import sys; print(sys.argv[1:])")
+    done = subprocess.run([scripts / "demo", "--json"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("['--json']\n", "fetched\n", 0)
