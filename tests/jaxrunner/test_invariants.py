@@ -83,6 +83,10 @@ def another_prompt_length(batch: InputBatch, so: SchedulerOutput, inputs: StepIn
     batch.columns["num_prompt_tokens"][index_of(batch, "B")] = 4
 
 
+def another_uploaded_prompt_length(batch: InputBatch, so: SchedulerOutput, inputs: StepInputs) -> None:
+    inputs["num_prompt"][1] = 4
+
+
 def a_neighbours_parameters(batch: InputBatch, so: SchedulerOutput, inputs: StepInputs) -> None:
     records = batch.columns["sampling_record"]
     records[index_of(batch, "B")] = records[index_of(batch, "A")]
@@ -202,6 +206,7 @@ BROKEN: dict[Callable[..., None], tuple[int, str, str, str]] = {
     padding_row_with_an_index: (2, "padding rows", "[2]", "[4]"),
     another_length: (2, "request 'A', row 0", "8", "9"),
     another_prompt_length: (2, "request 'B', row 1", "4", "5"),
+    another_uploaded_prompt_length: (2, "request 'B', row 1", "4", "5"),
     a_neighbours_parameters: (2, "request 'B', row 1: sampling record", "", ""),
     total_too_high: (3, "num_scheduled_tokens", "11", "12"),
     one_token_fewer: (3, "tokens of the step", "10", "11"),
