@@ -72,3 +72,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def model_path() -> Callable[[str], Path]:
     """A function from a registered model's name to its file, fetched if it isn't there yet."""
     return lambda name: fetch_model(name)[0]
+
+
+@pytest.fixture(autouse=True)
+def larger_models(request: pytest.FixtureRequest) -> None:
+    """The models that a test is marked with are there, also for tests that load them by name."""
+    for marker in request.node.iter_markers("larger_model"):
+        fetch_model(marker.args[0])
+
+
+@pytest.fixture(scope="session")
+def default_model() -> str:
+    """The default model's name, for tests that load it by name: it's there, fetched if it wasn't."""
+    fetch_model(DEFAULT_MODEL)
+    return DEFAULT_MODEL
