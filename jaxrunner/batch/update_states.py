@@ -1,7 +1,7 @@
 """Merging a step's differences into the persistent batch. First rows settle, then the numbers go in.
 
 The order is vLLM's and matters: finished, preempted, unscheduled leave; new and returning requests enter (the lowest
-row given up first); holes are condensed; only then is anything computed per row.
+row given up first); holes are condensed, rows reordered if asked for; only then is anything computed per row.
 """
 
 from __future__ import annotations
@@ -15,17 +15,26 @@ from operator import itemgetter
 import numpy as np
 
 from jaxrunner.batch.input_batch import NO_ROW, InputBatch
+from jaxrunner.batch.reorder import reorder_decodes_first
 from jaxrunner.batch.request_state import NO_INDEX
 from jaxrunner.batch.validate import validate
 from jaxrunner.protocol import SchedulerOutput, TokenIds
 from jaxrunner.sampling_columns import HELD_BACK
 
 
-def update_states(batch: InputBatch, scheduler_output: SchedulerOutput, *, check: bool = True) -> None:
+def update_states(
+    batch: InputBatch,
+    scheduler_output: SchedulerOutput,
+    *,
+    check: bool = True,
+    reorder_threshold: int | None = None,
+) -> None:
     """Brings ``batch`` to the state of this step.
 
     Args:
         check: validate the whole output before anything moves.
+        reorder_threshold: put decodes of at most so many tokens before prefills, for an attention implementation that
+            wants them apart. None: rows stay in the order they came to.
 
     Raises:
         SchedulerOutputError: with ``check``; the batch is then what it was.
@@ -35,6 +44,8 @@ def update_states(batch: InputBatch, scheduler_output: SchedulerOutput, *, check
     if _membership_changed(batch, scheduler_output):
         _settle_rows(batch, scheduler_output)
     _take_counts(batch, scheduler_output)
+    if reorder_threshold is not None:
+        reorder_decodes_first(batch, reorder_threshold)
     _take_blocks(batch, scheduler_output)
     _take_drafts(batch, scheduler_output)
     _note_features(batch)

@@ -116,7 +116,10 @@ class Schedule:
     def step(self) -> None:
         so = self.plan()
         views = self.naive.step(so)
-        update_states(self.batch, so)
+        threshold = self.draw(st.sampled_from([None, None, 1, 3]))
+        update_states(self.batch, so, reorder_threshold=threshold)
+        if threshold is not None:
+            self.decodes_come_first(so, threshold)
         assert sorted(self.batch.requests) == sorted(self.naive.requests)
         for req_id in self.naive.requests:
             holds_index = self.batch.requests[req_id].request_index != NO_INDEX
@@ -130,6 +133,16 @@ class Schedule:
         self.upload(inputs)
         self.compare(inputs, views)
         self.finish(so, inputs, views)
+
+    def decodes_come_first(self, so: SchedulerOutput, threshold: int) -> None:
+        """Rows come as decodes, short extends, long extends, prefills."""
+        regions = []
+        for req_id in self.batch.req_ids:
+            request, count = self.naive.requests[req_id], so.num_scheduled_tokens[req_id]
+            computed = request.computed
+            short = 0 if computed >= request.num_prompt else 1
+            regions.append(3 if computed == 0 else short if count <= threshold else 2)
+        assert regions == sorted(regions)
 
     def upload(self, inputs: StepInputs) -> None:
         flat = self.device.reshape(-1)
