@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,11 +63,14 @@ def one_step(
     n = len(scheduled)
     if len(computed) != n or (tokens and len(tokens) != n) or (tables and len(tables) != n):
         raise ValueError(f"{n} requests are scheduled: computed, tokens and tables need {n} entries each")
+    if min(computed) < 0:
+        raise ValueError(f"computed tokens must be 0 or more, got {list(computed)}")
     tokens = tokens or [c + s for c, s in zip(computed, scheduled, strict=True)]
     needed = [-(-t // block_size) for t in tokens]
     if tables is None:
         ids = (np.random.default_rng(0).permutation(sum(needed)) + 1).tolist()
         tables = [[ids.pop() for _ in range(blocks)] for blocks in needed]
+    check_sharing(tables, computed, block_size)
     width = max(max(tokens), max(len(t) for t in tables) * block_size)
     budget = max(sum(scheduled), padded_tokens or 0)
     batch = InputBatch(
@@ -79,7 +82,7 @@ def one_step(
     )
     new = [
         NewRequestData(
-            chr(ord("A") + i) if n <= 26 else f"r{i}",
+            request_name(i),
             token_ids[i] if token_ids else list(range(100 * i, 100 * i + tokens[i])),
             (tables[i],),
             computed[i],
@@ -98,6 +101,30 @@ def one_step(
     inputs = prepare_inputs(batch, so, shapes, shape=shape)
     check_invariants(batch, so, inputs)
     return inputs
+
+
+def request_name(i: int) -> str:
+    return chr(ord("A") + i) if i < 26 else f"r{i}"
+
+
+def check_sharing(tables: Sequence[Sequence[int]], computed: Sequence[int], block_size: int) -> None:
+    """Requests may share a block that is full for both (a common prefix), since none of them writes to it any more.
+
+    Raises:
+        ValueError: a block is in two places of the tables, and at one of them not below the computed tokens.
+    """
+    seen: dict[int, tuple[int, int]] = {}
+    for i, table in enumerate(tables):
+        for place, block in enumerate(table):
+            other, other_place = seen.setdefault(block, (i, place))
+            if (other, other_place) == (i, place):
+                continue
+            full = all((p + 1) * block_size <= computed[r] for r, p in ((i, place), (other, other_place)))
+            if other == i or not full:
+                raise ValueError(
+                    f"block {block} is entry {other_place} of request {request_name(other)}'s table and entry {place} "
+                    f"of {request_name(i)}'s: requests can only share blocks that lie below the computed tokens of both"
+                )
 
 
 def token_rows(inputs: StepInputs, block_size: int) -> list[dict]:
@@ -199,7 +226,20 @@ def integers(text: str) -> list[int]:
     return [int(x) for x in text.split(",")]
 
 
-def main() -> None:
+def tables(text: str) -> list[list[int]]:
+    return [integers(row) for row in text.split(";")]
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"must be at least {lowest}, got {text}")
+        return int(text)
+
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
         epilog=__doc__.split("\n", 1)[1],
@@ -210,14 +250,16 @@ def main() -> None:
     parser.add_argument("--scheduled", type=integers, metavar="2,1,3", help="tokens each request runs in this step")
     parser.add_argument("--computed", type=integers, metavar="4,10,0", help="tokens in the KV cache (default 0)")
     parser.add_argument("--tokens", type=integers, metavar="6,11,3", help="tokens each request has in all")
-    parser.add_argument("--tables", metavar="7,2;1,3,5;8", help="physical blocks of each request")
-    parser.add_argument("--block-size", type=int, default=4, metavar="B")
-    parser.add_argument("--pad", type=int, default=0, metavar="N", help="padding tokens behind the stream")
+    parser.add_argument("--tables", type=tables, metavar="7,2;1,3,5;8", help="physical blocks of each request")
+    parser.add_argument("--block-size", type=at_least(1), default=4, metavar="B")
+    parser.add_argument("--pad", type=at_least(0), default=0, metavar="N", help="padding tokens behind the stream")
     parser.add_argument("--lengths", type=integers, default=[3, 2], metavar="3,2", help="pack: sequence lengths")
-    parser.add_argument("--width", type=int, metavar="W", help="pack: padded length (default: the longest)")
-    parser.add_argument("--dim", type=int, default=4, metavar="D", help="pack: features of a token")
+    parser.add_argument("--width", type=at_least(1), metavar="W", help="pack: padded length (default: the longest)")
+    parser.add_argument("--dim", type=at_least(1), default=4, metavar="D", help="pack: features of a token")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    if not args.scheduled and (args.computed or args.tokens or args.tables):
+        parser.error("--computed, --tokens and --tables are of requests of your own: give --scheduled too")
     console = Console()
     try:
         if args.what == "pack":
@@ -233,9 +275,8 @@ def main() -> None:
             show(console, f"{shapes}, cu_seqlens {result['cu_seqlens']}", records)
             return
         if args.scheduled:
-            tables = [integers(row) for row in args.tables.split(";")] if args.tables else None
             step = {"scheduled": args.scheduled, "computed": args.computed or [0] * len(args.scheduled)}
-            step |= {"tokens": args.tokens, "tables": tables}
+            step |= {"tokens": args.tokens, "tables": args.tables}
         else:
             step = dict(EXAMPLES[args.example])
         padded = sum(step["scheduled"]) + args.pad
