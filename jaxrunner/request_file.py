@@ -32,17 +32,20 @@ def read_requests(lines: Iterable[str], defaults: Mapping[str, Any], name: str =
         name: of the file, for errors.
 
     Raises:
-        ValueError: a line that is no request, with the name and the line's number. What a line asks for may still turn
-            out not to be servable; that is for the LLM to say, which knows the model.
+        ValueError: a line that is no request, with the name and the line's number; a file that isn't UTF-8. What a
+            line asks for may still turn out not to be servable; that is for the LLM to say, which knows the model.
     """
     requests = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            requests.append(_request(line, defaults))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{name}, line {number}: {error}") from None
+    try:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                requests.append(_request(line, defaults))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ValueError(f"{name}, line {number}: {error}") from None
+    except UnicodeDecodeError as error:  # by whoever reads the lines
+        raise ValueError(f"{name} isn't UTF-8: {error}; save it as UTF-8") from None
     return requests
 
 

@@ -20,6 +20,7 @@ and says why in "error"; the others are served all the same.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,21 @@ def as_chat(request: FileRequest) -> FileRequest:
     return FileRequest({"messages": [{"role": "user", "content": request.prompt["prompt"]}]}, request.params)
 
 
+def check_writable(target: Path) -> None:
+    """Hours of answers must not be lost at the end for a name that can't be written to.
+
+    Raises:
+        ValueError: it can't; the message says why.
+    """
+    folder = target.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"--json {target}: there is no such folder")
+    if target.is_dir():
+        raise ValueError(f"--json {target}: this is a folder; name a file")
+    if not os.access(target if target.exists() else folder, os.W_OK):
+        raise ValueError(f"--json {target}: no permission to write it")
+
+
 def write(outputs: list[RequestOutput], target: str | None) -> None:
     """Answers to the screen, to stdout as JSON lines ("-"), or to a file."""
     if target is None:
@@ -143,8 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         requests = requests_of(options)
-        if options.json is not None and not Path(options.json).absolute().parent.is_dir():
-            raise ValueError(f"--json {options.json}: there is no such folder")
+        if options.json not in (None, "-"):
+            check_writable(Path(options.json))
         from jaxrunner import LLM  # after all that can fail quickly: importing JAX takes a second
 
         llm = LLM(

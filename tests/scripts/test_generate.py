@@ -1,6 +1,7 @@
 """scripts/generate.py, run in this process on a scripted checkpoint."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +112,25 @@ def test_a_bad_line_is_named_before_the_model_is_loaded(tmp_path, capsys):
     source.write_text('{"prompt": "a"}\n{"prompt": "a", "max_tokens": 0}\n')
     assert run("no-such-model", "--input", str(source)) == 2
     assert f"{source}, line 2: max_tokens must be" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path, capsys):
+    source = tmp_path / "requests.jsonl"
+    source.write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
+    assert run("no-such-model", "--input", str(source)) == 2
+    assert f"{source} isn't UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind, words", [("folder", "this is a folder"), ("locked", "no permission")])
+def test_answers_that_could_not_be_written_are_not_made(tmp_path, capsys, monkeypatch, kind, words):
+    target = tmp_path / "answers"
+    if kind == "folder":
+        target.mkdir()
+    else:  # as for another user's folder; this one may be root, to whom nothing is locked
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    assert run("no-such-model", "--prompt", "a", "--json", str(target)) == 2
+    assert f"--json {target}: {words}" in capsys.readouterr().err
+    assert not target.is_file()
 
 
 def test_help_teaches_by_examples(capsys):
