@@ -12,6 +12,7 @@ import pytest
 
 from jaxrunner import LLM, SamplingParams
 from jaxrunner.loading import load_model
+from tests.jaxrunner.scheduler.workload import Workload
 
 CASES = Path(__file__).parents[1] / "cases"
 NAMES = {
@@ -20,6 +21,7 @@ NAMES = {
     "qwen2.5-coder-0.5b": "qwen25-coder-0.5b",
 }
 LOGITS_WITHIN = 2e-3
+pytestmark = pytest.mark.usefixtures("default_model")
 
 MODELS = [
     name if name == "smollm2-135m-instruct" else pytest.param(name, marks=pytest.mark.larger_model(name))
@@ -30,15 +32,15 @@ WAYS = {
     "whole prompts": {"max_num_batched_tokens": 2048, "token_buckets": [4, 128], "block_size": 16},
     "many chunks": {"max_num_batched_tokens": 16, "block_size": 4, "token_buckets": [16]},
     "alone": {"max_num_batched_tokens": 2048, "token_buckets": [1, 64], "block_size": 32, "max_num_seqs": 1},
-    # 13 blocks are needed at the end, 9 are there: some request has to go back and be computed again.
+    # Too few blocks for all (see ``options``): some request has to go back and be computed again.
     "preempted": {
         "max_num_batched_tokens": 64,
         "token_buckets": [64],
-        "block_size": 16,
-        "num_gpu_blocks_override": 10,
+        "block_size": 4,
         "enable_prefix_caching": False,
     },
 }
+OUTPUT = 32  # tokens of each reference
 
 
 @cache
@@ -52,17 +54,29 @@ def loaded(model: str):
     return load_model(model, dtype="float32")
 
 
-def options(way: str) -> dict:
-    return {"max_num_seqs": 4, "max_model_len": 1024, "num_gpu_blocks_override": 300, "quiet": True} | WAYS[way]
+def options(model: str, way: str) -> dict:
+    """Options of an LLM that works in this way. Crowded, it has three blocks for every four that are needed."""
+    own = {"max_num_seqs": 4, "max_model_len": 1024, "num_gpu_blocks_override": 300, "quiet": True} | WAYS[way]
+    if way == "preempted":
+        size = own["block_size"]
+        needed = sum(-(-(len(c["prompt_ids"]) + OUTPUT - 1) // size) for c in cases(model))  # the last is never fed in
+        own["num_gpu_blocks_override"] = 1 + needed * 3 // 4
+    return own
+
+
+@cache
+def whole_prompts(model: str) -> LLM:
+    """The one configuration that two tests share: compiling it takes longer than running it."""
+    return LLM(loaded(model), **options(model, "whole prompts"))
 
 
 class Recorder:
-    """Keeps the logits that each token of each request was chosen from."""
+    """Keeps the logits that each token of each request was chosen from, until ``monkeypatch`` is undone."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: dict[str, list[np.ndarray]] = {}
         self._execute = llm.runner.execute_model
-        llm.runner.execute_model = self.execute  # type: ignore[method-assign]
+        monkeypatch.setattr(llm.runner, "execute_model", self.execute)
 
     def execute(self, scheduler_output):
         output = self._execute(scheduler_output, return_logits=True)
@@ -78,11 +92,12 @@ def greedy(count: int) -> SamplingParams:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MODELS)
-def test_greedy_tokens_and_logits(model: str, way: str) -> None:
-    llm = LLM(loaded(model), **options(way))
-    recorder = Recorder(llm)
+def test_greedy_tokens_and_logits(model: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = whole_prompts(model) if way == "whole prompts" else LLM(loaded(model), **options(model, way))
+    recorder = Recorder(llm, monkeypatch)
+    llm.reset_prefix_cache()
     prompts = [c["prompt_ids"] for c in cases(model)]
-    outputs = llm.generate(prompts, greedy(32), use_tqdm=False)
+    outputs = llm.generate(prompts, greedy(OUTPUT), use_tqdm=False)
     for case, output in zip(cases(model), outputs, strict=True):
         assert output.outputs[0].token_ids == case["output_ids"]
         assert len(recorder.logits[output.request_id]) == len(case["top5"])
@@ -93,33 +108,63 @@ def test_greedy_tokens_and_logits(model: str, way: str) -> None:
     assert (preemptions > 0) == (way == "preempted")
 
 
+@pytest.mark.parametrize("model", NAMES)
+def test_crowded_is_too_tight_for_each_model(model: str) -> None:
+    """By the scheduler alone, for the models too that are not there: the blocks of "preempted" do preempt."""
+    given = options(model, "preempted")
+    work = Workload(
+        given["num_gpu_blocks_override"],
+        (given["block_size"],),
+        given["max_num_seqs"],
+        given["max_num_batched_tokens"],
+        given["max_model_len"],
+        caching=given["enable_prefix_caching"],
+    )
+    for i, case in enumerate(cases(model)):
+        assert len(case["output_ids"]) == OUTPUT
+        work.add(str(i), case["prompt_ids"], max_tokens=OUTPUT, ignore_eos=True)
+    work.run()
+    assert work.scheduler.num_preemptions > 0
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_text_in_text_out(model: str) -> None:
     """The same prompts as text: the tokenizer is the reference's, and so is the text that comes out."""
-    llm = LLM(loaded(model), **options("whole prompts"))
-    tokenizer = llm.model.tokenizer
+    llm = whole_prompts(model)
+    tokenizer = llm.get_tokenizer()
+    llm.reset_prefix_cache()
+    prompts = []
     for case in cases(model):
-        add_special = case["kind"] != "chat"  # a chat template has written them already
-        assert tokenizer.encode(case["text"], add_special_tokens=add_special) == case["prompt_ids"]
+        chat = case["kind"] == "chat"  # the template has written the special tokens already
+        assert tokenizer.encode(case["text"], add_special_tokens=not chat) == case["prompt_ids"]
         assert tokenizer.decode(case["output_ids"], skip_special_tokens=False) == case["output_text"]
+        ids = {"prompt_token_ids": tokenizer.encode(case["text"], add_special_tokens=False)} if chat else {}
+        prompts.append({"prompt": case["text"], **ids})
+    outputs = llm.generate(prompts, greedy(OUTPUT), use_tqdm=False)
+    for case, output in zip(cases(model), outputs, strict=True):
+        assert output.prompt == case["text"]
+        assert output.outputs[0].token_ids == case["output_ids"]
+        assert output.outputs[0].text == tokenizer.decode(case["output_ids"], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_long_prompt(model: str) -> None:
     """900 tokens, past Gemma's window of 512, in chunks of 256, beside another request's decode."""
     reference = json.loads((CASES / "long_prompts.json").read_text(encoding="utf-8"))["models"][model]
-    llm = LLM(loaded(model), **options("whole prompts") | {"max_num_batched_tokens": 256, "token_buckets": [4, 256]})
+    chunked = {"max_num_batched_tokens": 256, "token_buckets": [4, 256]}
+    llm = LLM(loaded(model), **options(model, "whole prompts") | chunked)
     short = cases(model)[-1]
-    outputs = llm.generate([short["prompt_ids"], reference["prompt_ids"]], greedy(32), use_tqdm=False)
+    outputs = llm.generate([short["prompt_ids"], reference["prompt_ids"]], greedy(OUTPUT), use_tqdm=False)
     assert outputs[0].outputs[0].token_ids == short["output_ids"]
     assert outputs[1].outputs[0].token_ids == reference["output_ids"]
 
 
-def test_bfloat16_teacher_forced() -> None:
+def test_bfloat16_teacher_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16's tokens may leave the reference's path; its logits along that path may not stray far."""
-    llm = LLM("smollm2-135m-instruct", dtype="bfloat16", **options("many chunks"))
-    recorder = Recorder(llm)
-    for case in cases("smollm2-135m-instruct"):
+    model = "smollm2-135m-instruct"
+    llm = LLM(model, dtype="bfloat16", **options(model, "many chunks"))
+    recorder = Recorder(llm, monkeypatch)
+    for case in cases(model):
         worst = 0.0
         for step in (0, 1, 7, 31):
             prompt = case["prompt_ids"] + case["output_ids"][:step]
