@@ -114,15 +114,32 @@ class StepAttention:
         layer: AttentionLayer,
         sinks: Float[Array, "H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], KVCache]:
-        """(attention output, the cache with k and v written)."""
+        """(attention output, the cache with k and v written).
+
+        Raises:
+            ValueError: the implementation or the write refuses; the message names the layer.
+        """
         # Without its name a layer equals the others of its kind, so a step's attention is traced and lowered once
         # for all of them: for 30 layers that saves seconds a shape, also of what the compilation cache holds already.
-        layer = replace(layer, name="")
-        return _write_and_attend(self.implementation, layer, q, k, v, cache, self.metadata, self.slot_mapping, sinks)
+        kind = replace(layer, name="")
+        try:
+            return _write_and_attend(self.implementation, kind, q, k, v, cache, self.metadata, self.slot_mapping, sinks)
+        except ValueError as error:
+            raise ValueError(f"layer {layer.name!r}: {error}") from error
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _write_and_attend(implementation, layer, q, k, v, cache, metadata, slot_mapping, sinks):
+def _write_and_attend(
+    implementation: AttentionImplementation,
+    layer: AttentionLayer,
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T Hkv D"],
+    v: Float[Array, "T Hkv D"],
+    cache: KVCache,
+    metadata: Any,
+    slot_mapping: Int32[Array, "T"],
+    sinks: Float[Array, "H"] | None,
+) -> tuple[Float[Array, "T H D"], KVCache]:
     from pallas_kernels.write_kv_cache import write_kv_cache  # it builds on this module
 
     cache = write_kv_cache(k, v, cache, slot_mapping)
@@ -186,7 +203,9 @@ def choose_attention(
     return _choose("paged_attention", candidates, requested)
 
 
-def _choose(what, candidates, requested):
+def _choose[Candidate](
+    what: str, candidates: Sequence[tuple[str, Candidate, Callable[[], str | None]]], requested: str
+) -> tuple[Candidate, list[str]]:
     names = [name for name, _, _ in candidates]
     if requested != "auto":
         candidates = [candidate for candidate in candidates if candidate[0] == requested]

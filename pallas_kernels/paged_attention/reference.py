@@ -44,5 +44,5 @@ class ReferenceAttention:
         sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "T H D"]:
         if layer.window is not None and not metadata.common.causal:
-            raise ValueError(f"layer {layer.name!r}: a window ({layer.window}) needs causal attention")
+            raise ValueError(f"a window ({layer.window}) needs causal attention")
         return attention(layer, q, cache, sinks, metadata)

@@ -205,6 +205,16 @@ def test_step_attention_writes_in_place_and_attends(implementation):
     np.testing.assert_allclose(np.asarray(out), expected, rtol=4e-6, atol=4e-6)
 
 
+def test_step_attention_names_the_layer_that_is_refused():
+    batch = make_batch(Shape(tokens=4, rows=2), [(1, 3)])
+    metadata, (implementation, *_) = batch.metadata(causal=False), IMPLEMENTATIONS
+    layer = AttentionLayer("model.layers.7", 4, 2, 8, 0.35, window=3)
+    attention = StepAttention(implementation, implementation.build(metadata, GroupSpec(4)), metadata.slot_mapping)
+    k = jnp.zeros((4, 2, 8))
+    with pytest.raises(ValueError, match=r"^layer 'model.layers.7': a window \(3\) needs causal attention"):
+        attention(batch.queries, k, k, batch.cache, layer)
+
+
 @implementations
 def test_update_block_table(implementation):
     """Metadata of one group serves another that differs in table and slots."""
