@@ -59,7 +59,15 @@ def slot_mapping(
     return kernel.function(query_start_loc, positions, block_table, block_size, cp_world_size, cp_rank, cp_interleave)
 
 
-def _reference(query_start_loc, positions, block_table, block_size, world, rank, interleave):
+def _reference(
+    query_start_loc: Int32[Array, "R+1"],
+    positions: Int32[Array, "T"],
+    block_table: Int32[Array, "R W"],
+    block_size: int,
+    world: int,
+    rank: int,
+    interleave: int,
+) -> Int32[Array, "T"]:
     rows, width = block_table.shape
     row = request_indices(query_start_loc, positions.shape[0])
     column = positions // (block_size * world)

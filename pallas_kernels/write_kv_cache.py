@@ -39,7 +39,9 @@ def write_kv_cache(
     return kernel.function(k, v, cache, slot_mapping)
 
 
-def _reference(k, v, cache, slot_mapping):
+def _reference(
+    k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], cache: KVCache, slot_mapping: Int32[Array, "T"]
+) -> KVCache:
     blocks, block_size = cache.k.shape[:2]
     # JAX wraps negative indices: -1 would overwrite the last slot of the cache. So a skipped token gets a block past
     # the end, which mode="drop" leaves out. Block and offset stay apart: their product with the size of a slot

@@ -57,7 +57,15 @@ def paged_attention(
     return chosen.attend(q, cache, built, layer, sinks)
 
 
-def _checked_layer(q, cache, metadata, scale, window, soft_cap, sinks):
+def _checked_layer(
+    q: Float[Array, "T H D"],
+    cache: KVCache,
+    metadata: CommonAttentionMetadata,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "H"] | None,
+) -> AttentionLayer:
     if q.ndim != 3 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q must be a floating-point array [tokens, heads, head size], not {q.dtype} {q.shape}")
     num_tokens, num_heads, head_dim = q.shape

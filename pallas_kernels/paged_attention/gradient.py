@@ -15,17 +15,21 @@ from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels.implementation import AttentionLayer
-from pallas_kernels.metadata import KVCache
+from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
 from pallas_kernels.paged_attention.blockwise import ReferenceMetadata, forward
 from pallas_kernels.paged_attention.pages import page_ids, pages_per_chunk, read_pages_by_head, vary_like
 from pallas_kernels.paged_attention.scores import product, scores, sees
 from pallas_kernels.paged_attention.tiles import (
+    Tiles,
     cut_into_tiles,
     first_key,
     heads_by_token,
     place_tile,
     rows_by_head,
 )
+
+# What the backward pass needs: the arguments after the layer, the output and the log-sum-exp [T, H].
+Residuals = tuple[Array, KVCache, Array | None, ReferenceMetadata, Array, Array]
 
 
 def attention(
@@ -41,16 +45,30 @@ def attention(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(layer, q, cache, sinks, metadata):
+def _attention(
+    layer: AttentionLayer,
+    q: Float[Array, "T H D"],
+    cache: KVCache,
+    sinks: Float[Array, "H"] | None,
+    metadata: ReferenceMetadata,
+) -> Float[Array, "T H D"]:
     return forward(layer, q, cache, sinks, metadata)[0]
 
 
-def _attention_fwd(layer, q, cache, sinks, metadata):
+def _attention_fwd(
+    layer: AttentionLayer,
+    q: Float[Array, "T H D"],
+    cache: KVCache,
+    sinks: Float[Array, "H"] | None,
+    metadata: ReferenceMetadata,
+) -> tuple[Float[Array, "T H D"], Residuals]:
     out, lse = forward(layer, q, cache, sinks, metadata)
     return out, (q, cache, sinks, metadata, out, lse)
 
 
-def _attention_bwd(layer, residuals, d_out):
+def _attention_bwd(
+    layer: AttentionLayer, residuals: Residuals, d_out: Float[Array, "T H D"]
+) -> tuple[Float[Array, "T H D"], KVCache, Float[Array, "H"] | None, None]:
     q, cache, sinks, metadata, out, lse = residuals
     common = metadata.common
     num_tokens, num_rows = q.shape[0], common.seq_lens.shape[0]
@@ -78,7 +96,19 @@ def _attention_bwd(layer, residuals, d_out):
     return d_q, KVCache(d_k, d_v), d_sinks, None
 
 
-def _one_tile(layer, q, cache, common, tiles, size, d_out, out_dot, lse, t, grads):
+def _one_tile(
+    layer: AttentionLayer,
+    q: Float[Array, "T H D"],
+    cache: KVCache,
+    common: CommonAttentionMetadata,
+    tiles: Tiles,
+    size: int,
+    d_out: Float32[Array, "T H D"],
+    out_dot: Float32[Array, "T H"],
+    lse: Float32[Array, "T H"],
+    t: Int32[Array, ""],
+    grads: tuple[Array, Array, Array],
+) -> tuple[Array, Array, Array]:
     """The gradients with what tile t adds to them."""
     num_kv_heads = layer.num_kv_heads
     block_size, chunk = common.block_size, pages_per_chunk(common.block_size)

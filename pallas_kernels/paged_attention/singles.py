@@ -96,7 +96,13 @@ def _spread_heads(q: Float[Array, "items H D"], layer: AttentionLayer) -> Float3
     return jnp.stack(spread, axis=1).reshape(items, num_heads, -1)
 
 
-def _attend_chunk(queries, cache, pages, seen, layer):
+def _attend_chunk(
+    queries: Float32[Array, "items H Hkv*D"],
+    cache: KVCache,
+    pages: Int32[Array, "items P"],
+    seen: Bool[Array, "items K"],
+    layer: AttentionLayer,
+) -> SoftmaxState:
     """Softmax state of each item: [items, H] and [items, H, D]."""
     items, num_heads, _ = queries.shape
     num_kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
