@@ -92,3 +92,51 @@ def test_a_run_of_sentencepiece_bytes_stands_only_when_it_has_ended():
     pieces, text = stream(SPM, [*good, bad, hello])
     assert pieces[:4] == ["", "", "", ""]
     assert "".join(pieces) == text == "\N{REPLACEMENT CHARACTER}" * 4 + " Hello"
+
+
+class Counting:
+    """A tokenizer that counts how many tokens it has been given to decode."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.decoded = tokenizer, 0
+        self.id_to_token, self.special_token_ids = tokenizer.id_to_token, tokenizer.special_token_ids
+
+    def decode(self, ids, skip_special_tokens=True):
+        self.decoded += len(ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+ENDLESS = {
+    "hidden special tokens": (BYTES, BYTES.encode("a") + [BYTES.eos_token_id] * 4000),
+    "special tokens only": (SPM, [SPM.eos_token_id] * 4000),
+    "ids outside the vocabulary": (BYTES, BYTES.encode("a") + [BYTES.vocab_size + 5] * 4000),
+    "bytes that make no character": (BYTES, BYTES.encode("你")[1:2] * 4000),
+    "beginnings of characters": (BYTES, BYTES.encode("🙂")[:3] * 1300),
+    "words": (WORDS, [0, 1, 2] * 1300),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_token_costs_the_same_however_many_came_before(name):
+    tokenizer, ids = ENDLESS[name]
+    counting = Counting(tokenizer)
+    detokenizer = IncrementalDetokenizer(counting)
+    for token_id in ids:
+        detokenizer.append(token_id)
+    assert counting.decoded < 60 * len(ids)
+    assert detokenizer.text == tokenizer.decode(ids)
+
+
+def test_long_runs_of_broken_bytes_are_settled_as_decoded():
+    """As the first test here, with runs long enough that their beginnings are settled before they end."""
+    by_byte = {BYTES.token_bytes(i): i for i in reversed(range(BYTES.vocab_size))}
+    bytes_of = st.sampled_from([b for b in b"a\x80\xbd\xa0\xe4\xc3\xf0\x9f\x98\x82\xff" if bytes([b]) in by_byte])
+    usual = st.sampled_from(list("你🙂é".encode()) + [0x80])
+
+    @given(st.lists(st.one_of(bytes_of, usual), min_size=8, max_size=60))
+    def check(stretch):
+        ids = [by_byte[bytes([b])] for b in stretch]
+        pieces, text = stream(BYTES, ids)
+        assert "".join(pieces) == text
+
+    check()
