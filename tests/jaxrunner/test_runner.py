@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutpu
 from jaxrunner.runner import ModelRunner
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.step import unpack
+from models import split
 from tests.models import fixtures
 
 CONFIG = RunnerConfig(
@@ -94,26 +96,39 @@ def test_chunks_and_decodes_against_transformers(fixture, runner: ModelRunner) -
             assert output.sampled_token_ids[row] == expected
 
 
-def test_what_is_not_owned_may_be_anything(fixture, runner: ModelRunner) -> None:
-    """Every block is NaN before it is written, the null block always; not a bit of it arrives anywhere."""
+def test_what_is_not_owned_may_be_anything(fixture, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is NaN before it is written, the null block always, the device's tables lead anywhere, and so does
+    the embedding of padding tokens: not a bit of it arrives anywhere, at no bucket.
+    """
+    ids = fixture.ids.tolist()
+    assert 0 not in ids  # the id that padding has
 
     def run() -> list[np.ndarray]:
-        runner.reset()
-        return [
-            runner.execute_model(plan, return_logits=True).logits
-            for plan in (
-                new("a", fixture.ids.tolist()[:9], 1),
-                new("b", fixture.ids.tolist()[3:17], 20, 5),
-                cached({"a": 1, "b": 9}, {"a": 9, "b": 5}, {"a": 1, "b": 0}),
-            )
-        ]
+        plans = (
+            new("a", ids[:9], 1),
+            new("b", ids[3:17], 20, 5),
+            cached({"a": 1, "b": 9}, {"a": 9, "b": 5}, {"a": 1, "b": 0}),
+            cached({"a": 1, "b": 1}, {"a": 10, "b": 14}, {"a": 2, "b": 1}),
+            new("c", ids[:3], 40),
+            cached({"b": 1, "c": 1, "a": 1}, {"b": 15, "c": 3, "a": 11}, {"b": 2, "c": 1, "a": 3}),
+        )
+        # The last block of the cache is where a slot of -1 would lead.
+        plans[0].scheduled_new_reqs[0].block_ids = ([CONFIG.num_blocks - 1, *range(1, 12)],)
+        buckets = [runner.shapes.dispatch(plan.total_num_scheduled_tokens, 1).num_tokens for plan in plans]
+        assert buckets == [32, 32, 32, 4, 4, 4]  # never full: each has padding
+        outputs = [runner.execute_model(plan, return_logits=True) for plan in plans]
+        assert all(0 not in tokens for output in outputs for tokens in output.sampled_token_ids)
+        return [output.logits for output in outputs]
 
     clean = run()
-    allocate, runner.reset = runner.reset, lambda: None  # type: ignore[method-assign]
-    allocate()
+    runner.reset()
+    embedding = fixture.tensors["model.embed_tokens.weight"].copy()
+    embedding[0] = np.nan
+    tensors = fixture.tensors | {"model.embed_tokens.weight": embedding}
+    monkeypatch.setattr(runner, "params", split(fixtures.decoder_from(fixture.config, tensors))[1])
     runner.kv_caches = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), runner.kv_caches)
+    runner.state = replace(runner.state, block_tables=tuple(jnp.full_like(t, 7) for t in runner.state.block_tables))
     poisoned = run()
-    del runner.reset
     for expected, got in zip(clean, poisoned, strict=True):
         np.testing.assert_array_equal(got, expected)
 
