@@ -1,16 +1,18 @@
 """Chat templates: Jinja programs that come with a model, and are therefore run as what they are, a stranger's code.
 
 They run in Jinja's immutable sandbox with the names that Hugging Face's templates expect. Reaching for a Python
-internal is an error at once, where Jinja's own sandbox would let a bare `{{ x.__class__ }}` print nothing.
+internal is an error at once, where Jinja's own sandbox would let a bare `{{ x.__class__ }}` print nothing. What they
+print, and any text or number that they compute on the way, has a size limit; how long they loop has none.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -18,6 +20,10 @@ import jinja2.sandbox
 import jinja2.utils
 
 from models.errors import TemplateError
+
+_LONGEST = 2**24  # characters (or list items), beyond any context window
+_WIDEST = 2**12  # bits of an integer
+_PADDING_METHODS = ("center", "expandtabs", "ljust", "rjust", "zfill")
 
 
 class ChatTemplate:
@@ -44,7 +50,7 @@ class ChatTemplate:
 
         Raises:
             TemplateError: the messages are malformed; or the template doesn't parse, calls raise_exception (its
-                message is quoted), fails, or reaches for something that the sandbox forbids.
+                message is quoted), fails, reaches for something that the sandbox forbids, or makes something huge.
         """
         known = {
             "messages": _checked_messages(messages),
@@ -53,7 +59,7 @@ class ChatTemplate:
             "add_generation_prompt": bool(add_generation_prompt),
         }
         try:
-            return self._compiled.render(known | {k: _plain(v, k) for k, v in variables.items()})
+            return self._limited(known | {k: _plain(v, k) for k, v in variables.items()})
         except TemplateError:
             raise
         except jinja2.exceptions.SecurityError as error:
@@ -62,6 +68,14 @@ class ChatTemplate:
             raise TemplateError(f"{self.where} refused the conversation: {error}") from None
         except Exception as error:  # a template can raise anything that an expression can
             raise TemplateError(f"{self.where} failed: {type(error).__name__}: {error}") from None
+
+    def _limited(self, variables: dict[str, Any]) -> str:
+        pieces, length = [], 0
+        for piece in self._compiled.generate(variables):
+            length += len(piece)
+            _check_size(length)
+            pieces.append(piece)
+        return "".join(pieces)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -73,7 +87,51 @@ class ChatTemplate:
             raise TemplateError(f"{self.where} doesn't parse: it's nested too deeply") from None
 
 
+def _check_size(length: int) -> None:
+    if length > _LONGEST:
+        raise jinja2.exceptions.SecurityError(
+            f"it makes a text or list of {length:,} items, more than the {_LONGEST:,} that templates may"
+        )
+
+
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
+        """`a ~ b`, through the environment: Jinja intercepts the other operators only."""
+        self.write("environment.concatenate((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset(["*", "**", "+"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """The result, unless it would be huge: that is known before it is computed."""
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length(), right.bit_length()
+            if (operator == "*" and sum(bits) > _WIDEST) or (operator == "**" and bits[0] * right > _WIDEST):
+                raise jinja2.exceptions.SecurityError(f"it computes an integer of more than {_WIDEST} bits")
+        elif operator == "*":
+            for sized, count in ((left, right), (right, left)):
+                if isinstance(sized, Sized) and isinstance(count, int):
+                    _check_size(len(sized) * count)
+        elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
+            _check_size(len(left) + len(right))
+        return super().call_binop(context, operator, left, right)
+
+    def concatenate(self, parts: Sequence[Any]) -> str:
+        texts = [str(part) for part in parts]
+        _check_size(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(__obj, "__self__", None), str) and __obj.__name__ in _PADDING_METHODS:
+            _check_size(max((arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)), default=0))
+        return super().call(__context, __obj, *args, **kwargs)
+
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         raise jinja2.exceptions.SecurityError(
             f"it reaches for {attribute!r} of a {type(obj).__name__}, which templates may not touch"

@@ -119,6 +119,31 @@ def test_reaching_for_pythons_internals_is_an_error(tmp_path, monkeypatch, sourc
     assert messages == HELLO
 
 
+HUGE = [
+    "{{ 'a' * 3000000000 }}",
+    "{{ 3000000000 * 'a' }}",
+    "{{ ([0] * 3000000000) | length }}",
+    "{% set n = namespace(s='ab') %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "{% set n = namespace(s='ab') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "{% set n = namespace(s=[1]) %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "{% set n = namespace(i=3) %}{% for i in range(40) %}{% set n.i = n.i * n.i %}{% endfor %}",
+    "{{ 10 ** 10000000000 }}",
+    "{{ 'a'.ljust(3000000000) }}",
+    "{% set s = 'a' * 100000 %}{% for i in range(1000) %}{{ s }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", HUGE)
+def test_nothing_huge_is_made(source):
+    with pytest.raises(TemplateError, match="was stopped: it (makes a text or list of|computes an integer)"):
+        render(source)
+
+
+def test_operators_that_are_watched_still_work():
+    source = "{{ 'ab' * 2 }} {{ 3 * 4 }} {{ 2 ** 10 }} {{ 2 ** -1 }} {{ 1.5 * 2 }} {{ [1] + [2] }} {{ 'a' + 'b' }}"
+    assert render(source + " {{ 'a' ~ 1 ~ none }} {{ 'a'.ljust(3) }}|") == "abab 12 1024 0.5 3.0 [1, 2] ab a1None a  |"
+
+
 def test_the_sandbox_says_what_was_reached_for():
     with pytest.raises(TemplateError, match="was stopped: it reaches for '__globals__' of a function"):
         render("{{ raise_exception.__globals__ }}")
