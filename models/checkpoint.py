@@ -31,6 +31,8 @@ class TensorSource(Protocol):
 
     def read_into(self, name: str, out: Shaped[np.ndarray, "..."]) -> None: ...
 
+    def stored_alike(self, name: str, other: str) -> bool: ...
+
 
 class Checkpoint:
     """An opened checkpoint.
@@ -90,6 +92,14 @@ class Checkpoint:
             CheckpointError: it's stored in a type that isn't supported, or the file changed since it was opened.
         """
         self._tensors.read_into(name, out)
+
+    def stored_alike(self, name: str, other: str) -> bool:
+        """Whether two tensors are known to be equal because they are stored as the same bytes. Keeps neither.
+
+        Raises:
+            CheckpointError: the file changed since it was opened.
+        """
+        return self._tensors.stored_alike(name, other)
 
     def tensors(self, dtype: DTypeLike = np.float32) -> Iterator[tuple[str, Shaped[np.ndarray, "..."]]]:
         """All tensors as (name, array in `dtype`), read one at a time, none kept. Raises as `read_into` does."""

@@ -61,6 +61,10 @@ class GGUFTensors:
             raise CheckpointError(f"{self._file.path}: tensor {name!r} isn't part of a {self._arch} that is supported")
         return f"model.layers.{layer}.{table[stem]}.{kind}"
 
+    def stored_alike(self, name: str, other: str) -> bool:
+        """False, unlooked: only a head is compared, with the embedding that it's tied to, and no file has both."""
+        return False
+
     def read_into(self, name: str, out: Shaped[np.ndarray, "..."]) -> None:
         """Dequantises one tensor into `out`, a contiguous array of its shape, as the Hugging Face checkpoint has it.
 

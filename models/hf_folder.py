@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from models.errors import CheckpointError
-from models.safetensors_file import SafetensorsFile, read_safetensors
+from models.safetensors_file import SafetensorsFile, read_safetensors, stored_alike
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -54,8 +54,6 @@ class FolderTensors:
                 broken, truncated or named outside the folder, or that lacks a tensor the index promises.
         """
         self._files = _indexed(folder) if (folder / _INDEX).exists() else _single(folder)
-        # Old exports carry rope's frequencies as a buffer; they follow from the configuration.
-        self._files = {n: f for n, f in self._files.items() if not n.endswith("rotary_emb.inv_freq")}
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: file.tensors[name].shape for name, file in self._files.items()
         }
@@ -63,6 +61,10 @@ class FolderTensors:
     def read_into(self, name: str, out: Shaped[np.ndarray, "..."]) -> None:
         """Reads one tensor into `out`, a contiguous array of its shape, converted to its type."""
         self._files[name].read_into(name, out)
+
+    def stored_alike(self, name: str, other: str) -> bool:
+        """Whether two tensors are the same bytes of one type and shape; they are read in pieces, none is kept."""
+        return stored_alike(self._files[name], name, self._files[other], other)
 
 
 def _single(folder: Path) -> dict[str, SafetensorsFile]:

@@ -87,6 +87,30 @@ class SafetensorsFile:
                     part[...] = piece
 
 
+def stored_alike(file: SafetensorsFile, name: str, other: SafetensorsFile, other_name: str) -> bool:
+    """Whether two tensors are the same bytes of one type and shape, read side by side in pieces of less than 1 MB.
+
+    Raises:
+        KeyError: no tensor has that name.
+        CheckpointError: a file shrank since it was opened.
+    """
+    a, b = file.tensors[name], other.tensors[other_name]
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with file.path.open("rb") as left, other.path.open("rb") as right:
+        left.seek(a.offset)
+        right.seek(b.offset)
+        for start in range(0, a.nbytes, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, a.nbytes - start)
+            pieces = left.read(size), right.read(size)
+            for at, label, piece in zip((file, other), (name, other_name), pieces, strict=True):
+                if len(piece) != size:
+                    raise CheckpointError(f"{at.path}: the file ends inside tensor {label!r}")
+            if pieces[0] != pieces[1]:
+                return False
+    return True
+
+
 def read_safetensors(path: str | Path) -> SafetensorsFile:
     """Read and check the header of a safetensors file.
 

@@ -11,6 +11,7 @@ from models.assign import ParameterLoader
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.errors import CheckpointError
+from models.hf_names import EMBEDDING, HEAD, canonical_name
 
 DTYPES = ("float32", "bfloat16")
 
@@ -38,10 +39,23 @@ def load_params(
     loader = ParameterLoader(Decoder(checkpoint.config, dtype=target), sharding)
     try:
         loader.check(checkpoint.shapes)
+        copied = _copied_head(checkpoint)
         for name in checkpoint.names:
+            if name == copied:
+                continue
             loader.fill(name, checkpoint.shapes[name], partial(checkpoint.read_into, name))
         return loader.finish()
     except CheckpointError as error:
         if checkpoint.source in str(error):
             raise
         raise CheckpointError(f"{checkpoint.source}: {error}") from None
+
+
+def _copied_head(checkpoint: Checkpoint) -> str | None:
+    """The name of a head that is the embedding once more, in a model that ties them: it isn't worth its memory."""
+    if not checkpoint.config.tie_word_embeddings:
+        return None
+    names = {canonical_name(name, checkpoint.config): name for name in checkpoint.names}
+    if HEAD in names and EMBEDDING in names and checkpoint.stored_alike(names[HEAD], names[EMBEDDING]):
+        return names[HEAD]
+    return None

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import models.assign
 from models.checkpoint import open_checkpoint
 from models.errors import CheckpointError
 from models.gguf_file import read_gguf
@@ -181,6 +182,32 @@ def test_another_dtype_is_refused(tmp_path):
 
 
 # For each checkpoint, what the process's peak memory grew by, as a multiple of the finished parameters.
+def test_old_rope_buffers_are_passed_over(tmp_path):
+    tensors = random_tensors(CONFIGS["llama"]) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, "f4")}
+    load_params(open_checkpoint(write_folder(tmp_path, CONFIGS["llama"], tensors)))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_tied_head_that_is_stored_too_takes_no_memory(tmp_path, monkeypatch, shards):
+    allocated = []
+    allocate = models.assign._aligned
+    monkeypatch.setattr(
+        models.assign, "_aligned", lambda shape, dtype: allocated.append(shape) or allocate(shape, dtype)
+    )
+    config = CONFIGS["llama"] | {"tie_word_embeddings": True}
+    tensors = random_tensors(config)
+    embedding = tensors["model.embed_tokens.weight"]
+    other = embedding.copy()
+    other[-1, -1] += 1
+    heads = []
+    for number, head in enumerate((embedding, other, embedding.astype(np.float16))):
+        folder = write_folder(tmp_path / str(number), config, tensors | {"lm_head.weight": head}, shards)
+        allocated.clear()
+        heads.append(load_params(open_checkpoint(folder)).lm_head is not None)
+        assert allocated.count(embedding.shape) == (1 if head is embedding else 2)
+    assert heads == [False, True, True]
+
+
 MEASURE = """
 import gc
 import sys
@@ -209,11 +236,15 @@ for dtype in ("bfloat16", "float32"):
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from /proc")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU the weights are in its memory")
 def test_peak_memory_is_under_1_3_times_the_weights(tmp_path):
-    """Nine tenths of it in one tensor, stored as float32: the hardest case, a second copy of that would show."""
+    """Nine tenths of it in one tensor, stored as float32: the hardest case, a second copy of that would show.
+
+    The folder even holds one: a head that is tied to it.
+    """
     size = {"hidden_size": 512, "vocab_size": 65536, "intermediate_size": 2048, "num_attention_heads": 8}
     config = CONFIGS["llama"] | size | {"head_dim": 64, "tie_word_embeddings": True}
     tensors = random_tensors(config)
-    paths = [write_folder(tmp_path / "folder", config, tensors), write_gguf(tmp_path / "m.gguf", config, tensors)]
+    both = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    paths = [write_folder(tmp_path / "folder", config, both), write_gguf(tmp_path / "m.gguf", config, tensors)]
     command = [sys.executable, "-c", MEASURE, *map(str, paths)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

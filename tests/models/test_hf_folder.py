@@ -61,11 +61,6 @@ def test_a_single_file_may_have_any_name(tmp_path):
         FolderTensors(tmp_path)
 
 
-def test_old_rope_buffers_are_left_out(tmp_path):
-    tensors = random_tensors(CONFIG) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
-    assert not any("inv_freq" in name for name in FolderTensors(write_folder(tmp_path, CONFIG, tensors)).shapes)
-
-
 def test_missing_shard_is_named(sharded):
     (sharded / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match="missing: model-00002-of-00003.safetensors"):
