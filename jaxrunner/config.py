@@ -6,9 +6,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from jaxrunner import field_checks as checks
 from jaxrunner.shapes import StepShapes
 
 Warmup = Literal["all", "lazy"] | tuple[int, ...]
+
+# Fields that a user of ``LLM`` can set as well.
+SHARED_RULES = {
+    "block_size": checks.integer(1),
+    "gpu_memory_utilization": checks.FRACTION,
+    "cpu_cache_bytes": checks.integer(1),
+    "seed": checks.ANY_INTEGER,
+    "token_buckets": checks.or_none(checks.INTEGERS),
+    "logits_buckets": checks.or_none(checks.INTEGERS),
+    "attention": checks.TEXT,
+    "check_invariants": checks.BOOLEAN,
+    "compilation_cache": checks.CACHE_FOLDER,
+}
+_RULES = SHARED_RULES | {
+    "max_model_len": checks.integer(1),
+    "max_num_reqs": checks.integer(1),
+    "max_num_batched_tokens": checks.integer(1),
+    "num_blocks": checks.NUM_BLOCKS,
+    "warmup": checks.buckets_or("all", "lazy"),
+    "validate": checks.BOOLEAN,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +54,9 @@ class RunnerConfig:
         seed: of the engine; requests without a seed derive theirs from it.
         compilation_cache: folder in which compiled programs are kept between runs; None: the user's cache folder;
             False: nowhere.
+
+    Raises:
+        ValueError: a value of a wrong type or out of range, or two that contradict each other.
     """
 
     max_model_len: int = 2048
@@ -51,21 +76,12 @@ class RunnerConfig:
     compilation_cache: Path | str | Literal[False] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_reqs", "max_num_batched_tokens", "block_size", "cpu_cache_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if self.num_blocks is not None and self.num_blocks < 2:
-            raise ValueError(f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        checks.check_fields(self, _RULES)
         if self.max_num_batched_tokens < self.max_num_reqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_reqs"
                 f" ({self.max_num_reqs}): every running request decodes one token a step"
             )
-        if isinstance(self.warmup, str) and self.warmup not in ("all", "lazy"):
-            raise ValueError(f"warmup must be 'all', 'lazy' or a tuple of token buckets, got {self.warmup!r}")
         shapes = self.shapes()
         if not isinstance(self.warmup, str) and not set(self.warmup) <= set(shapes.tokens):
             raise ValueError(f"warmup {self.warmup} must be among the token buckets {shapes.tokens}")

@@ -8,9 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrunner.config import RunnerConfig, Warmup
+from jaxrunner import field_checks as checks
+from jaxrunner.config import SHARED_RULES, RunnerConfig, Warmup
 
 LONGEST_DEFAULT = 8192  # tokens of a request, where neither the user nor the model asks for less
+
+_RULES = SHARED_RULES | {
+    "max_model_len": checks.or_none(checks.integer(2)),  # a prompt of one token, and its successor
+    "max_num_seqs": checks.or_none(checks.integer(1)),
+    "max_num_batched_tokens": checks.or_none(checks.integer(1)),
+    "num_gpu_blocks_override": checks.NUM_BLOCKS,
+    "enable_prefix_caching": checks.BOOLEAN,
+    "long_prefill_token_threshold": checks.integer(0),
+    "warmup": checks.buckets_or("auto", "all", "lazy"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +46,9 @@ class LLMConfig:
         attention: name of an attention implementation, or "auto".
         check_invariants: check the eight invariants before every step.
         compilation_cache: folder for compiled programs; None: one in the user's cache folder; False: none.
+
+    Raises:
+        ValueError: a value of a wrong type or out of range, before any model is loaded.
     """
 
     max_model_len: int | None = None
@@ -54,6 +68,15 @@ class LLMConfig:
     check_invariants: bool = False
     compilation_cache: Path | str | Literal[False] | None = None
 
+    def __post_init__(self) -> None:
+        checks.check_fields(self, _RULES)
+        seqs, budget = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and budget is not None and budget < seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs}): every running sequence"
+                " decodes a token a step"
+            )
+
     def runner_config(self, model_len: int, platform: str) -> RunnerConfig:
         """Fills in what was left open.
 
@@ -62,13 +85,9 @@ class LLMConfig:
             platform: JAX's name of the backend.
 
         Raises:
-            ValueError: a value out of range, or two that contradict each other.
+            ValueError: a value that this model has no room for, or two that contradict each other.
         """
         cpu = platform == "cpu"
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         length = min(model_len, LONGEST_DEFAULT) if self.max_model_len is None else self.max_model_len
         if length > model_len:
             raise ValueError(f"max_model_len {length} is beyond the {model_len} positions that the model was made for")
@@ -79,11 +98,6 @@ class LLMConfig:
             seqs = min(64 if cpu else 256, budget or length * 256)
         if budget is None:
             budget = max(min(2048 if cpu else 8192, seqs * length), seqs)
-        if budget < seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs}): every running sequence"
-                " decodes a token a step"
-            )
         tokens, logits = self.token_buckets, self.logits_buckets
         if cpu:
             tokens = tokens if tokens is not None else spread_buckets(budget)

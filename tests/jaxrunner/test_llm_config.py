@@ -1,7 +1,10 @@
 """What follows from the options that a user of LLM leaves open."""
 
+import re
+
 import pytest
 
+from jaxrunner import LLM
 from jaxrunner.llm_config import LLMConfig, spread_buckets
 
 
@@ -33,21 +36,64 @@ def test_a_budget_above_all_that_can_run_is_not_made_up():
 
 
 @pytest.mark.parametrize(
-    "options, words",
+    ("option", "value", "expected"),
     [
-        ({"max_model_len": 4096}, "max_model_len 4096 is beyond the 2048 positions"),
-        ({"max_model_len": 1}, "at least 2"),
-        ({"max_model_len": 0}, "max_model_len must be an integer of at least 1"),
-        ({"max_num_seqs": 1.5}, "max_num_seqs must be an integer"),
-        ({"max_num_batched_tokens": True}, "max_num_batched_tokens must be an integer"),
-        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, r"max_num_batched_tokens \(4\).*max_num_seqs \(8\)"),
-        ({"num_gpu_blocks_override": 1}, "at least 2"),
-        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+        *(("max_model_len", v, "an integer of at least 2 or None") for v in (1, 0, True)),
+        *(
+            (f, v, "an integer of at least 1 or None")
+            for f in ("max_num_seqs", "max_num_batched_tokens")
+            for v in (0, 1.5)
+        ),
+        *(
+            ("num_gpu_blocks_override", v, "an integer of at least 2 (one block is the null block) or None")
+            for v in (1, "9")
+        ),
+        *(("long_prefill_token_threshold", v, "an integer of at least 0") for v in (-1, None, False)),
+        *(("enable_prefix_caching", v, "True or False") for v in ("no", 1)),
+        ("block_size", "16", "an integer of at least 1"),
+        ("gpu_memory_utilization", 0.0, "a number in (0, 1]"),
+        ("cpu_cache_bytes", 1e9, "an integer of at least 1"),
+        ("seed", None, "an integer"),
+        ("token_buckets", 32, "a tuple of integers or None"),
+        ("logits_buckets", [2.5], "a tuple of integers or None"),
+        ("warmup", 5, "'auto', 'all', 'lazy' or a tuple of token buckets"),
+        ("attention", None, "a string"),
+        ("check_invariants", "yes", "True or False"),
+        ("compilation_cache", 3, "a folder, None or False"),
     ],
 )
-def test_contradictions_are_named(options, words):
+def test_a_wrong_value_is_named_before_a_model_is_looked_for(option, value, expected):
+    got = re.escape(repr(tuple(value) if isinstance(value, list) else value))
+    with pytest.raises(ValueError, match=rf"^{option} must be {re.escape(expected)}, got {got}$"):
+        LLM("there/is/no/such/model", **{option: value})
+
+
+def test_more_sequences_than_tokens_are_refused_before_a_model_is_looked_for():
+    with pytest.raises(ValueError, match=r"^max_num_batched_tokens \(4\) must be at least max_num_seqs \(8\)"):
+        LLM("there/is/no/such/model", max_num_seqs=8, max_num_batched_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "model_len, options, words",
+    [
+        (2048, {"max_model_len": 4096}, "^max_model_len 4096 is beyond the 2048 positions"),
+        (1, {}, "^max_model_len must be at least 2"),
+        (
+            2048,
+            {"token_buckets": (64,), "max_num_batched_tokens": 32},
+            r"^token buckets must be from 1 to 32, got \[64\]",
+        ),
+    ],
+)
+def test_what_the_model_has_no_room_for_is_named(model_len, options, words):
     with pytest.raises(ValueError, match=words):
-        LLMConfig(**options).runner_config(2048, "cpu")
+        LLMConfig(**options).runner_config(model_len, "cpu")
+
+
+def test_lists_of_sizes_are_taken():
+    """As a user writes them; the model that there isn't is what is wrong then."""
+    with pytest.raises(ValueError, match="no/such/model"):
+        LLM("there/is/no/such/model", token_buckets=[8, 32], logits_buckets=[4], warmup=[32])
 
 
 @pytest.mark.parametrize("limit", [1, 5, 8, 9, 512, 8192])

@@ -257,22 +257,3 @@ def test_the_device_table_is_the_hosts(fixture, runner: ModelRunner) -> None:
 def test_unpack_checks_the_buffer(runner: ModelRunner) -> None:
     with pytest.raises(ValueError, match="has .* words, got shape \\(3,\\)"):
         unpack(jnp.zeros(3, jnp.int32), runner.shapes.layouts[4])
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"max_num_reqs": 0}, "max_num_reqs must be an integer of at least 1, got 0"),
-        ({"max_num_batched_tokens": 2}, "max_num_batched_tokens \\(2\\) must be at least max_num_reqs \\(4\\)"),
-        ({"num_blocks": 1}, "num_blocks must be at least 2"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be in \\(0, 1\\]"),
-        ({"warmup": "some"}, "warmup must be 'all', 'lazy' or a tuple"),
-        ({"warmup": (5,)}, "must be among the token buckets"),
-        ({"token_buckets": (64,)}, "token buckets must be from 1 to 32"),
-        ({"logits_buckets": (0,)}, "logits buckets must be from 1 to 4"),
-    ],
-)
-def test_configuration_is_checked(fields: dict, message: str) -> None:
-    base = {"max_num_reqs": 4, "max_num_batched_tokens": 32}
-    with pytest.raises(ValueError, match=message):
-        RunnerConfig(**(base | fields))
