@@ -19,9 +19,8 @@ from models.checkpoint import open_checkpoint
 from models.hf_tokenizer import folder_tokenizer
 from models.resolve import resolve_model
 from models.tokenizer import Tokenizer
-from models.weights import load_params
+from models.weights import DTYPES, load_params
 
-_DTYPES = ("float32", "bfloat16")
 # A generation_config.json's name for each sampling parameter that is taken from it.
 _RECOMMENDED = {
     "temperature": "temperature",
@@ -70,12 +69,11 @@ def load_model(name: str | Path, tokenizer: str | Path | Tokenizer | None = None
     checkpoint = open_checkpoint(resolve_model(name))
     own = _load_tokenizer(tokenizer) if tokenizer is not None else checkpoint.tokenizer
     decoder = load_params(checkpoint, chosen)
-    ids = (*checkpoint.config.eos_token_ids, *(own.eos_token_ids if own is not None else ()))
     jax.block_until_ready(decoder)
     return LoadedModel(
         decoder,
         own,
-        tuple(dict.fromkeys(ids)),
+        checkpoint.eos_token_ids(own),
         checkpoint.generation_config,
         checkpoint.source,
         time.perf_counter() - start,
@@ -86,7 +84,7 @@ def choose_dtype(dtype: str) -> jnp.dtype:
     """The parameters' type by its name; "auto" is float32 on CPU, where it is as fast, and bfloat16 elsewhere."""
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise ValueError(f"dtype must be 'auto', 'float32' or 'bfloat16', got {dtype!r}")
     return jnp.dtype(dtype)
 

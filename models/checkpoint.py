@@ -70,10 +70,9 @@ class Checkpoint:
         """
         return self._make_tokenizer()
 
-    @cached_property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """All ids that end a text: those of config, generation_config and tokenizer together."""
-        own = self.tokenizer.eos_token_ids if self.tokenizer else ()
+    def eos_token_ids(self, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+        """All ids that end a text: those of config, generation_config and tokenizer (its own or another) together."""
+        own = tokenizer.eos_token_ids if tokenizer else ()
         return tuple(dict.fromkeys((*self.config.eos_token_ids, *own)))
 
     @property

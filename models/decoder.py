@@ -25,8 +25,8 @@ class Decoder(nnx.Module):
     Args:
         config: what to build.
         dtype: of all parameters, and of the stream of hidden states.
-        rngs: source of random parameters. None: parameters are shapes without memory, for ``models.loading`` to fill
-            or for ahead-of-time compilation.
+        rngs: source of random parameters. None: parameters are shapes without memory, for
+            ``models.assign`` to fill or for ahead-of-time compilation.
 
     Attributes:
         config, dtype: as given.

@@ -57,7 +57,8 @@ PRE_TOKENIZERS: dict[str, Callable[[Backend], None]] = {
     "llama3": _llama3,
     "llama-v3": _llama3,
 }
-"""How each supported `tokenizer.ggml.pre` cuts text (all of them verified against the models' own tokenizers)."""
+"""How each supported `tokenizer.ggml.pre` cuts text. Tests compare smollm and qwen2 with what transformers makes of
+real models' texts, and the others with splits worked out by hand."""
 
 
 def has_tokenizer(file: GGUFFile) -> bool:

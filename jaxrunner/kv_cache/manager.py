@@ -1,7 +1,6 @@
 """The blocks of every request in every cache group, and the prefix cache over them.
 
-Everything is per group: a request's blocks are a tuple with one list a group, each group has a pool of its
-    own, and a
+Everything is per group: a request's blocks are a tuple with one list a group, each group has a pool of its own, and a
 prefix counts as found only as far as all groups have it.
 """
 
@@ -159,8 +158,7 @@ class KVCacheManager:
     def cache_blocks(self, request: Request) -> None:
         """Let the full blocks among the request's *computed* tokens be found by others.
 
-        To be called once a step has been processed, never when it is scheduled: a request that found a block
-            in the
+        To be called once a step has been processed, never when it is scheduled: a request that found a block in the
         same step would read what isn't written yet.
         """
         computed = request.num_computed_tokens
@@ -207,9 +205,7 @@ class KVCacheManager:
         return common
 
     def reset_prefix_cache(self) -> None:
-        """Nothing computed so far will be found again, as after a change of weights. Running requests go
-        on.
-        """
+        """Nothing computed so far will be found again, as after a change of weights. Running requests go on."""
         self._epoch += 1  # what they compute from here on builds on the old state: not to be found either
         for pool in self.pools:
             pool.forget_all()
@@ -218,8 +214,7 @@ class KVCacheManager:
         """free + cached-free + owned + null = total, in every group, with the right owners.
 
         Raises:
-            RuntimeError: naming group, block and counts. It costs a pass over all blocks: for tests and
-                debugging.
+            RuntimeError: naming group, block and counts. It costs a pass over all blocks: for tests and debugging.
         """
         for group, pool in enumerate(self.pools):
             held = Counter(block_id for blocks in self._blocks.values() for block_id in blocks[group])

@@ -1,8 +1,7 @@
 """What the layers of a cache group keep per block, and how many blocks there are.
 
-A group is a set of layers that share one block table. Layers with a window may stand in a full attention
-group: all their blocks are kept, those behind the window too. Giving these back early would be a spec of its
-    own.
+A group is a set of layers that share one block table. Layers with a window may stand in a full attention group: all
+their blocks are kept, those behind the window too. Giving these back early would be a spec of its own.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ class SchedulerConfig:
 
     Attributes:
         max_num_seqs: requests that run at the same time.
-        max_num_batched_tokens: tokens per step, the token budget. It may be less than ``max_num_seqs``; then
-            it limits the running requests too.
+        max_num_batched_tokens: tokens per step, the token budget. If it is less than ``max_num_seqs``, it limits the
+            running requests too. (A runner asks for at least ``max_num_seqs``; a scheduler alone does not.)
         max_model_len: tokens of one request, prompt and output.
         long_prefill_token_threshold: tokens per step of one request at most, so that a long prompt leaves
             room for others. 0: no such limit.

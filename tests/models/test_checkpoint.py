@@ -64,7 +64,7 @@ def test_the_default_model_loads(model_path):
     checkpoint = open_checkpoint(model_path("smollm2-135m-instruct"))
     decoder = load_params(checkpoint, "bfloat16")
     assert sum(value.size for value in parameters(decoder).values()) == 134_515_008
-    assert checkpoint.eos_token_ids == (2,) and checkpoint.config.tie_word_embeddings
+    assert checkpoint.eos_token_ids(checkpoint.tokenizer) == (2,) and checkpoint.config.tie_word_embeddings
     assert checkpoint.tokenizer is checkpoint.tokenizer and checkpoint.tokenizer.vocab_size == 49152
     assert checkpoint.source.endswith(".gguf") and checkpoint.generation_config == {}
 
@@ -91,11 +91,12 @@ def test_end_ids_of_config_generation_config_and_tokenizer_are_united(tmp_path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 7], "temperature": 0.6}))
     checkpoint = open_checkpoint(folder)
     assert checkpoint.tokenizer is None
-    assert checkpoint.config.eos_token_ids == checkpoint.eos_token_ids == (7, 8)
+    assert checkpoint.config.eos_token_ids == checkpoint.eos_token_ids(None) == (7, 8)
     assert checkpoint.generation_config["temperature"] == 0.6
     build_backend(read_gguf(file)).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    assert open_checkpoint(folder).eos_token_ids == (7, 8, 2)
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.eos_token_ids(checkpoint.tokenizer) == (7, 8, 2)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "8"}))
     with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id is '8'"):
         open_checkpoint(folder)
@@ -104,7 +105,8 @@ def test_end_ids_of_config_generation_config_and_tokenizer_are_united(tmp_path):
 def test_a_file_with_sentencepiece_and_end_of_turn(tmp_path):
     keys = sentencepiece_vocabulary() | {"tokenizer.ggml.eot_token_id": 5}
     path = write_gguf(tmp_path / "m.gguf", CONFIGS["llama"], random_tensors(CONFIGS["llama"]), keys)
-    assert open_checkpoint(path).eos_token_ids == (2, 5)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.eos_token_ids(checkpoint.tokenizer) == (2, 5)
 
 
 def refusal(path: Path) -> str:
