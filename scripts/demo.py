@@ -104,6 +104,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()} of it",
         "jax": jax.__version__,
         "attention": runner.attention_choice,
+        "kernels": kernel_choices(device.platform),
         "kv_cache": runner.cache_plan.why,
         "answers": [
             {
@@ -129,6 +130,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def kernel_choices(platform: str) -> list[str]:
+    """Which implementation of each kernel beside attention a step takes, and why; a line each."""
+    from pallas_kernels.implementation import choose_kernel
+    from pallas_kernels.slot_mapping import IMPLEMENTATIONS as SLOT_MAPPING
+    from pallas_kernels.write_kv_cache import IMPLEMENTATIONS as WRITE_KV_CACHE
+
+    lines = []
+    for what, kernels in {"slot_mapping": SLOT_MAPPING, "write_kv_cache": WRITE_KV_CACHE}.items():
+        chosen, refusals = choose_kernel(what, kernels)
+        if len(kernels) == 1:
+            why = f"the only implementation on {platform}"
+        else:
+            why = "; ".join(f"passed over {refusal}" for refusal in refusals) or f"the first of {len(kernels)}"
+        lines.append(f"{what}: {chosen.name} ({why})")
+    return lines
+
+
 def show(report: dict[str, Any]) -> None:
     console = Console()
     facts = Table(show_header=False, box=None)
@@ -136,6 +154,7 @@ def show(report: dict[str, Any]) -> None:
     facts.add_row("model", f"{report['model']} ({size})")
     facts.add_row("device", f"{report['device']} (JAX {report['jax']})")
     facts.add_row("attention", Text("\n".join(report["attention"])))
+    facts.add_row("other kernels", Text("\n".join(report["kernels"])))
     facts.add_row("KV cache", report["kv_cache"])
     console.print(facts)
     for answer in report["answers"]:

@@ -1,17 +1,21 @@
 """scripts/demo.py, run in this process on a scripted checkpoint in place of its model."""
 
+import importlib
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+from pallas_kernels.implementation import Kernel
 from scripts import demo
 from tests.jaxrunner.chain import successor_logits, word_tokenizer, write_chain
 
 V = 64
+BACKEND = jax.default_backend()
 WORDS = ["<unk>", "<s>", *(f"w{i}" for i in range(2, V))]
 
 
@@ -36,6 +40,8 @@ def test_the_report_as_data(model, capsys):
         "forward[8]",
         "head[8]",
     ]
+    kernels = ["slot_mapping", "write_kv_cache"]
+    assert report["kernels"] == [f"{name}: reference (the only implementation on {BACKEND})" for name in kernels]
     assert report["segments"].keys() == {"update", "prepare", "dispatch", "wait", "record", "scheduling, text"}
     assert sum(report["segments"].values()) == pytest.approx(report["generate_seconds"])
 
@@ -43,8 +49,27 @@ def test_the_report_as_data(model, capsys):
 def test_the_report_on_the_screen(model, capsys):
     assert demo.main(["--model", model, "--prompt", "w3", "--max-tokens", "2"]) == 0
     out = capsys.readouterr().out
-    for words in ("w4w5", "device", "attention", "KV cache", "tokens/s", "compile", "dispatch", "generate (2 steps)"):
+    for words in (
+        "w4w5",
+        "device",
+        "attention",
+        "write_kv_cache: ",
+        "KV cache",
+        "tokens/s",
+        "compile",
+        "dispatch",
+        "generate (2 steps)",
+    ):
         assert words in out
+
+
+def test_a_kernel_that_was_passed_over_says_why(monkeypatch):
+    module = importlib.import_module("pallas_kernels.write_kv_cache")
+    fast = Kernel("fast", print, lambda: "no GPU")
+    monkeypatch.setattr(module, "IMPLEMENTATIONS", (fast, Kernel("reference", print)))
+    assert "write_kv_cache: reference (passed over fast: no GPU)" in demo.kernel_choices("cpu")
+    monkeypatch.setattr(module, "IMPLEMENTATIONS", (Kernel("new", print), fast))
+    assert "write_kv_cache: new (the first of 2)" in demo.kernel_choices("cpu")
 
 
 def test_errors_in_one_line(capsys):
