@@ -77,10 +77,15 @@ def batch_of(ids: list[str], params: dict | None = None) -> InputBatch:
     return batch
 
 
+def condense_of_the_document() -> tuple[list[str], list[str], list[str]]:
+    given, expected = case("seed_cases", "seed1_condense")
+    return given["rows"], given["remove"], expected["rows"]
+
+
 @pytest.mark.parametrize(
     ("rows", "remove", "left"),
     [
-        (["A", "B", "C", "D"], ["B"], ["A", "D", "C"]),  # the document's
+        condense_of_the_document(),
         (["0", "1", "2", "3"], ["0", "2"], ["3", "1"]),  # the last row fills the lowest hole; then none is above
         (["0", "1", "2"], ["2"], ["0", "1"]),
         (["0", "1"], ["0", "1"], []),
@@ -93,15 +98,6 @@ def test_condense(rows: list[str], remove: list[str], left: list[str]) -> None:
     batch.condense()
     assert batch.req_ids == left
     assert batch.req_id_to_index == {r: i for i, r in enumerate(left)}
-
-
-def test_condense_case_is_the_documents() -> None:
-    given, expected = case("seed_cases", "seed1_condense")
-    batch = batch_of(given["rows"])
-    for req_id in given["remove"]:
-        batch.remove_request(req_id)
-    batch.condense()
-    assert batch.req_ids == expected["rows"]
 
 
 def test_kernel_blocks() -> None:

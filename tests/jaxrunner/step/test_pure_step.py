@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxrunner.kv_cache.allocate import allocate_caches
+from jaxrunner.sampling_columns import SAMPLING_COLUMNS
 from jaxrunner.shapes import StepLayout
 from jaxrunner.step import (
     CacheGroup,
-    DeviceState,
     StepArrays,
     StepFunctions,
     enter_requests,
@@ -137,6 +137,25 @@ def test_the_devices_token_is_used_only_where_asked(lab: Lab) -> None:
     np.testing.assert_array_equal(got[:2], step(lab.params, lab.caches, state, expected)[3][:2])
 
 
+def test_the_step_returns_what_is_asked_for_and_in_order(lab: Lab) -> None:
+    """Hidden states are forward's, of the tokens that get logits; logits are the head's of them; neither changes the
+    rest.
+    """
+    given = inputs([[5, 9, 11, 2], [7, 3]], [0, 0])
+    hidden, head_inputs, caches, state = jax.jit(lab.step.forward)(lab.params, lab.caches, lab.state, given)
+    head = jax.jit(partial(lab.step.head_and_sample, return_logits=True))
+    sampled, state, logits = head(lab.params, state, hidden, head_inputs)
+    assert hidden.shape[0] == REQS and not np.array_equal(hidden[0], hidden[1])
+    for asked in ({"hidden"}, {"logits", "hidden"}):
+        step = partial(lab.step.step, return_logits="logits" in asked, return_hidden="hidden" in asked)
+        got = jax.jit(step)(lab.params, lab.caches, lab.state, given)
+        more = [array for name, array in (("logits", logits), ("hidden", hidden)) if name in asked]
+        assert jax.tree.structure(got) == jax.tree.structure((sampled, caches, state, *more))
+        np.testing.assert_array_equal(got[0][:2], sampled[:2])
+        for array, expected in zip(got[3:], more, strict=True):
+            np.testing.assert_allclose(array[:2], expected[:2], rtol=1e-5, atol=1e-6)
+
+
 def test_entering_again_starts_anew(lab: Lab) -> None:
     state = replace(lab.state, last_sampled=jnp.array([4, 5, 6, 7, 0], jnp.int32))
     state = enter_requests(state, jnp.array([1, 99], jnp.int32), jnp.tile(jnp.array(GREEDY_RECORD), (2, 1)))
@@ -169,4 +188,15 @@ def test_unpack_is_the_layouts_inverse() -> None:
     arrays = unpack(jnp.asarray(buffer), layout)
     for name, (at, length) in layout.fields.items():
         assert np.ravel(getattr(arrays, name)).tolist() == list(range(at, at + length))
-    assert isinstance(init_state(2, [3]), DeviceState)
+
+
+def test_a_new_state_knows_no_request() -> None:
+    """Two request indices and the scratch entry; tables all null, sampling parameters as they are in no request."""
+    state = init_state(2, [3, 5])
+    assert [table.tolist() for table in state.block_tables] == [[[0] * 3] * 3, [[0] * 5] * 3]
+    assert state.last_sampled.tolist() == [0, 0, 0]
+    for column in SAMPLING_COLUMNS:
+        values = getattr(state.sampling, column.name)
+        assert values.shape == ((3, column.width) if column.width > 1 else (3,))
+        assert values.dtype == (jnp.float32 if column.is_float else jnp.int32)
+        assert (values == column.fill).all()
