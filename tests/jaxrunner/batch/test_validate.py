@@ -1,5 +1,6 @@
 """Every impossible SchedulerOutput is refused by name, and the batch is bit for bit what it was."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,12 @@ def sampled_elsewhere(tokens: list[int], computed: int = 4) -> SchedulerOutput:
     return so
 
 
+def counted(so: SchedulerOutput, names: str) -> SchedulerOutput:
+    """One token for each name, whoever that is."""
+    so.num_scheduled_tokens, so.total_num_scheduled_tokens = dict.fromkeys(names, 1), len(names)
+    return so
+
+
 MANY_STOPS = SamplingParams(min_tokens=1, stop_token_ids=list(range(40)))
 
 BAD = {
@@ -132,13 +139,25 @@ BAD = {
     "tokens behind a gap": (sampled_elsewhere([9], 7), "'A': new_token_ids are its tokens 7 to 8; it has 5"),
     "tokens past the end": (sampled_elsewhere([9] * 60), "'A': new_token_ids are its tokens 4 to 64"),
     "foreign tokens": (sampled_elsewhere([900, 9]), "token id 900 among its new_token_ids"),
-    "unknown id": (cached(req_ids=["A", "X"]), "differs in|'X'"),
-    "duplicate id": (cached(req_ids=["A", "A"]), "twice|differs"),
-    "both new and cached": (with_new(req_id="A"), "both new and cached|adds up|differs"),
+    "unknown id": (cached(req_ids=["A", "X"]), "'X' is scheduled as cached, and the runner does not know it"),
+    "duplicate id": (cached(req_ids=["A", "A"]), "twice in scheduled_cached_reqs: \\['A'\\]"),
+    "both new and cached": (with_new(req_id="A"), "'A' is both new and cached"),
     "new and known": (with_new(req_id="C"), "'C' is new, and the runner has one"),
+    "duplicate new id": (
+        changed(lambda so: setattr(so, "scheduled_new_reqs", with_new().scheduled_new_reqs * 2)),
+        "twice in scheduled_new_reqs: \\['N'\\]",
+    ),
+    "new without a count": (counted(with_new(), "AB?"), "'N' is new and not in num_scheduled_tokens"),
+    "cached without a count": (counted(next_valid(), "A?"), "\\['B'\\] are cached and not in num_scheduled_tokens"),
     "empty prompt": (with_new(prompt_token_ids=[]), "'N' has an empty prompt"),
-    "prompt too long": (with_new(prompt_token_ids=[1] * 17, block_ids=([20, 21, 22, 23, 24],)), "max_model_len is 16"),
-    "token outside the vocabulary": (with_new(prompt_token_ids=[1, 100]), "token id 100 .* 0..99"),
+    "prompt too long": (
+        with_new(prompt_token_ids=[1] * 17, block_ids=([20, 21, 22, 23, 24],)),
+        "'N' has 17 tokens, max_model_len is 16",
+    ),
+    "token outside the vocabulary": (
+        with_new(prompt_token_ids=[1, 100]),
+        "'N': token id 100 among its tokens is outside the vocabulary 0..99",
+    ),
     "negative token": (with_new(prompt_token_ids=[1, -1]), "token id -1"),
     "no room for the tokens": (with_new(block_ids=([],)), "'N': position 1 lies behind its 0 blocks"),
     "wrong number of groups": (with_new(block_ids=([20], [21])), "2 cache groups, there are 1"),
@@ -172,7 +191,7 @@ BAD = {
     "drafts of nobody": (drafts({"C": [1]}), "'C' has draft tokens and is not scheduled"),
     "too many drafts": (drafts({"A": [1, 2, 3]}, 4), "3 draft tokens, num_speculative_tokens is 2"),
     "only drafts": (drafts({"A": [1, 2]}), "2 draft tokens among 2 scheduled"),
-    "draft outside the vocabulary": (drafts({"A": [100]}), "token id 100"),
+    "draft outside the vocabulary": (drafts({"A": [100]}), "'A': token id 100 among its draft tokens"),
 }
 
 
@@ -197,8 +216,9 @@ def test_refused_and_unchanged(name: str) -> None:
     so, message = BAD[name]
     b = batch()
     before = picture(b)
-    with pytest.raises(SchedulerOutputError, match=message):
+    with pytest.raises(SchedulerOutputError, match=message) as error:
         update_states(b, so)
+    assert [n for n, (_, other) in BAD.items() if re.search(other, str(error.value))] == [name]  # no other's words
     assert picture(b) == before
     update_states(b, next_valid())  # and the next good step goes through
 
