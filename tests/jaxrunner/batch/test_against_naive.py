@@ -56,7 +56,7 @@ class Schedule:
             tokens = self.naive.requests[req_id].tokens
             room = LENGTH - self.running[req_id]
             what = self.draw(st.sampled_from(["run", "run", "run", "skip", "preempt"]))
-            if what == "preempt":
+            if what == "preempt" and room:  # a full one has nothing left to run: it waits for its end
                 so.preempted_req_ids.add(req_id)
                 del self.running[req_id]
                 self.preempted.append(req_id)
