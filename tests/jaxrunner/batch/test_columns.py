@@ -87,7 +87,9 @@ def test_preempt_and_resume(batch: InputBatch) -> None:
 
 def test_every_column_of_a_freed_index_is_as_in_a_new_batch(batch: InputBatch) -> None:
     index = batch.requests["C"].request_index
+    assert batch.block_table[0].table[index].any()
     update_states(batch, cached("ABD", finished="C"))
+    assert not batch.block_table[0].table[index].any()
     for column in batch.columns.columns:
         if column.valid is None:
             assert (batch.columns[column.name][index] == column.fill).all(), column.name
@@ -115,6 +117,27 @@ def test_only_permutations_reorder(batch: InputBatch, order: list[int]) -> None:
     with pytest.raises(ValueError, match=r"order must be a permutation of 0\.\.3, got \["):
         batch.reorder(order)
     assert batch.req_ids == list(NAMES) and marks(batch) == MARKS
+
+
+def test_the_lowest_row_given_up_is_taken_first(batch: InputBatch) -> None:
+    plan = cached("AD", finished="BC")
+    plan.scheduled_new_reqs = [NewRequestData("E", [5], ([9],)), NewRequestData("F", [6], ([10],))]
+    plan.num_scheduled_tokens |= {"E": 1, "F": 1}
+    plan.total_num_scheduled_tokens = 6
+    update_states(batch, plan)
+    assert batch.req_ids == ["A", "E", "F", "D"]
+
+
+def test_each_that_entered_is_told_to_the_device_once(batch: InputBatch) -> None:
+    """All that are new or came back since the last step, but none that has gone again."""
+    everyone = sorted(batch.requests[r].request_index for r in NAMES)
+    batch.remove_request("D")
+    assert sorted(batch.take_entered()) == everyone[:3]
+    assert batch.take_entered() == []
+    update_states(batch, cached("AC", preempted="B"))
+    for _ in range(2):  # the second time it is preempted and resumed in one step
+        update_states(batch, cached("ABC", resumed="B"))
+    assert batch.take_entered() == [batch.requests["B"].request_index]
 
 
 def test_table() -> None:
