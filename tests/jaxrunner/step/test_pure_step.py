@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrunner.kv_cache.allocate import allocate_caches
-from jaxrunner.sampling_columns import SAMPLING_COLUMNS
+from jaxrunner.sampling_columns import RECORD_WORDS, SAMPLING_COLUMNS
 from jaxrunner.shapes import StepLayout
 from jaxrunner.step import (
     CacheGroup,
@@ -25,7 +25,7 @@ from pallas_kernels import GroupSpec, choose_attention
 from tests.models import fixtures
 
 BLOCK, WIDTH, REQS = 4, 12, 4
-GREEDY_RECORD = np.zeros((1, 39), np.int32)
+GREEDY_RECORD = np.zeros((1, RECORD_WORDS), np.int32)
 
 
 class Lab:
