@@ -5,7 +5,7 @@ the reasons. Naming one that refuses is an error with its reason; nothing is eve
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
+from pallas_kernels.configurations import KernelConfiguration
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
 
 
@@ -96,6 +97,10 @@ class AttentionImplementation(Protocol):
         """Attention of each token's query over its request's keys in the cache; zeros for padding tokens."""
         ...
 
+    def configurations(self) -> Iterable[KernelConfiguration]:
+        """All of its GPU kernels that a step can pick, for `scripts/check_kernels.py`; empty if it has none."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepAttention:
@@ -147,11 +152,15 @@ def _write_and_attend(
 
 
 class Kernel(NamedTuple):
-    """One implementation of a kernel that is a plain function. `refuses()` gives the reason, or None."""
+    """One implementation of a kernel that is a plain function. `refuses()` gives the reason, or None.
+
+    `configurations()` lists the GPU kernels behind it, for `scripts/check_kernels.py`.
+    """
 
     name: str
     function: Callable[..., Any]
     refuses: Callable[[], str | None] = lambda: None
+    configurations: Callable[[], Iterable[KernelConfiguration]] = tuple
 
 
 def choose_kernel(what: str, kernels: Sequence[Kernel], requested: str = "auto") -> tuple[Kernel, list[str]]:

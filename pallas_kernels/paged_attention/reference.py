@@ -1,10 +1,13 @@
 """The reference implementation: plain jax.numpy, differentiable, for any platform. It is the specification."""
 
+from collections.abc import Iterable
+
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
+from pallas_kernels.configurations import KernelConfiguration
 from pallas_kernels.implementation import AttentionLayer, AttentionSupport, GroupSpec
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
 from pallas_kernels.paged_attention.blockwise import ReferenceMetadata, build
@@ -46,3 +49,6 @@ class ReferenceAttention:
         if layer.window is not None and not metadata.common.causal:
             raise ValueError(f"a window ({layer.window}) needs causal attention")
         return attention(layer, q, cache, sinks, metadata)
+
+    def configurations(self) -> Iterable[KernelConfiguration]:
+        return ()
