@@ -12,7 +12,7 @@ from jaxrunner.batch.buffers import BufferRing, StepBuffer, StepViews
 from jaxrunner.batch.input_batch import InputBatch
 from jaxrunner.batch.spec_decode import SpecDecodeMetadata, spec_decode_metadata
 from jaxrunner.protocol import SchedulerOutput
-from jaxrunner.shapes import StepLayout, StepShape, StepShapes
+from jaxrunner.shapes import StepLayout, StepShape, StepShapes, is_uniform_decode
 
 PAD_SLOT_ID = -1
 _PAST_EVERY_TABLE = np.iinfo(np.int32).max  # a scatter drops it
@@ -171,17 +171,23 @@ def prepare_inputs(
     indices = batch.row_indices
     drafts = batch.num_draft_tokens[indices] if batch.any_drafts else None
     num_logits = n if drafts is None else n + int(drafts.sum())
+    scheduled, computed = batch.num_scheduled[:n], batch.num_computed[:n]
     if shape is None:
-        shape = shapes.dispatch(t, num_logits)
+        query_len = shapes.query_len
+        uniform = (
+            shapes.policy.separates
+            and t == n * query_len
+            and is_uniform_decode(scheduled.tolist(), (computed < batch.row_prompts).tolist(), query_len)
+        )
+        shape = shapes.dispatch(t, num_logits, n, uniform)
     elif t > shape.num_tokens or n > shape.num_reqs or num_logits > shape.num_logits:
         raise ValueError(f"{t} tokens, {n} rows and {num_logits} logits rows do not fit {shape}")
-    layout = shapes.layouts[shape.num_tokens]
+    layout = shapes.layout(shape)
     views = buffers.acquire(layout) if buffers is not None else StepBuffer(layout.size).views(layout)
     inputs = StepInputs(batch, layout, shape, views)
 
     views["num_reqs"][0], views["num_tokens"][0], views["num_logits"][0] = n, t, num_logits
     views["flags"][0] = batch.flags
-    scheduled, computed = batch.num_scheduled[:n], batch.num_computed[:n]
     starts = views["query_start_loc"]
     starts[0] = 0
     scheduled.cumsum(out=starts[1 : n + 1])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxrunner.config import RunnerConfig
 from jaxrunner.kv_cache.spec import FullAttentionSpec
-from jaxrunner.shapes.buckets import cdiv
+from jaxrunner.shapes.ladders import cdiv
 from pallas_kernels import AttentionLayer, KVCache
 
 

@@ -1,6 +1,28 @@
 """Every padded shape of the project is decided here, and nowhere else. Pure Python: no JAX, no NumPy."""
 
-from jaxrunner.shapes.buckets import StepShape, StepShapes, powers_of_two, round_up
+from jaxrunner.shapes.buckets import Buckets, StepShape, StepShapes
+from jaxrunner.shapes.dispatch import BatchDescriptor, Dispatcher, dummy_batch, is_uniform_decode, uniform_sizes
+from jaxrunner.shapes.ladders import bounded_waste, padding_table, powers_of_two, round_up, vllm_sizes
 from jaxrunner.shapes.layout import StepLayout
+from jaxrunner.shapes.modes import ExecutionMode, Policy, Support, supported_policy
 
-__all__ = ["StepLayout", "StepShape", "StepShapes", "powers_of_two", "round_up"]
+__all__ = [
+    "BatchDescriptor",
+    "Buckets",
+    "Dispatcher",
+    "ExecutionMode",
+    "Policy",
+    "StepLayout",
+    "StepShape",
+    "StepShapes",
+    "Support",
+    "bounded_waste",
+    "dummy_batch",
+    "is_uniform_decode",
+    "padding_table",
+    "powers_of_two",
+    "round_up",
+    "supported_policy",
+    "uniform_sizes",
+    "vllm_sizes",
+]

@@ -6,54 +6,30 @@ rows; head and sampler are compiled per bucket S of logits rows. So the numbers 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from jaxrunner.shapes.dispatch import Dispatcher, uniform_sizes
+from jaxrunner.shapes.ladders import cdiv, listed, named, powers_of_two, round_up
 from jaxrunner.shapes.layout import StepLayout
+from jaxrunner.shapes.modes import ExecutionMode, Policy
 
-
-def cdiv(a: int, b: int) -> int:
-    """Ceiling of a / b."""
-    return -(-a // b)
-
-
-def powers_of_two(limit: int) -> tuple[int, ...]:
-    """1, 2, 4, ... below ``limit``, and ``limit`` itself: the largest bucket is exactly what may be asked for."""
-    if limit < 1:
-        raise ValueError(f"the largest bucket must be at least 1, got {limit}")
-    return tuple(1 << i for i in range((limit - 1).bit_length())) + (limit,)
-
-
-def round_up(n: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds ``n``.
-
-    Raises:
-        ValueError: ``n`` is above every bucket.
-    """
-    at = bisect_left(buckets, n)
-    if at == len(buckets):
-        raise ValueError(f"{n} is above the largest bucket {buckets[-1]}: raise the limit the buckets were made for")
-    return buckets[at]
-
-
-def _ladder(sizes: Iterable[int] | None, limit: int, what: str) -> tuple[int, ...]:
-    if sizes is None:
-        return powers_of_two(limit)
-    ladder = tuple(sorted(set(sizes)))
-    if not ladder or ladder[0] < 1 or ladder[-1] > limit:
-        raise ValueError(f"{what} must be from 1 to {limit}, got {list(ladder)}")
-    return ladder if ladder[-1] == limit else (*ladder, limit)
+Buckets = tuple[int, ...] | str | None  # sizes, a ladder's name, or powers of two
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """One padded shape: T tokens in R rows for the forward, S logits rows for head and sampler."""
+    """One padded shape: T tokens in R rows for the forward, S logits rows for head and sampler.
+
+    In mode PIECEWISE R is the rows of attention's metadata; the dense pieces know only T.
+    """
 
     num_tokens: int
     num_reqs: int
     num_logits: int
+    mode: ExecutionMode = ExecutionMode.FULL
+    uniform: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +41,9 @@ class StepShapes:
         max_num_reqs: rows at most.
         num_speculative_tokens: drafts a request may carry; a row has up to 1 + that many logits rows.
         num_groups, min_block_size: of the KV cache; they bound how many block-table cells a step can fill.
-        token_buckets, logits_buckets: explicit sizes; None means powers of two. The limit itself is always added.
+        token_buckets, logits_buckets, request_buckets: explicit sizes, a name (see ``ladders.NAMED``), or None for
+            powers of two. The limit itself is always added. Request buckets are attention's own, in mode PIECEWISE.
+        policy: which execution mode a step takes.
     """
 
     max_num_batched_tokens: int
@@ -73,44 +51,109 @@ class StepShapes:
     num_speculative_tokens: int = 0
     num_groups: int = 1
     min_block_size: int = 16
-    token_buckets: tuple[int, ...] | None = None
-    logits_buckets: tuple[int, ...] | None = None
+    token_buckets: Buckets = None
+    logits_buckets: Buckets = None
+    request_buckets: Buckets = None
+    policy: Policy = Policy.FULL
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
         """Token buckets, ascending."""
-        return _ladder(self.token_buckets, self.max_num_batched_tokens, "token buckets")
+        return self._ladder(self.token_buckets, self.max_num_batched_tokens, "token buckets")
 
     @cached_property
     def max_logits(self) -> int:
         """S_max: the rows that every forward hands to the head."""
-        return self.max_num_reqs * (1 + self.num_speculative_tokens)
+        return self.max_num_reqs * self.query_len
 
     @cached_property
     def logits(self) -> tuple[int, ...]:
         """Buckets of logits rows, ascending."""
-        return _ladder(self.logits_buckets, self.max_logits, "logits buckets")
+        return self._ladder(self.logits_buckets, self.max_logits, "logits buckets")
+
+    @cached_property
+    def requests(self) -> tuple[int, ...]:
+        """Buckets of rows that attention has in mode PIECEWISE, ascending."""
+        return self._ladder(self.request_buckets, self.max_num_reqs, "request buckets")
+
+    @cached_property
+    def uniform(self) -> tuple[int, ...]:
+        """Token buckets of uniform decodes, ascending; empty where the policy has none."""
+        if not self.policy.separates:
+            return ()
+        full_batch = min(self.max_logits, self.max_num_batched_tokens // self.query_len * self.query_len)
+        return tuple(
+            size
+            for size in uniform_sizes((*self.tokens, full_batch), self.query_len, self.max_num_reqs)
+            if size <= self.max_num_batched_tokens
+        )
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of a uniform decode."""
+        return 1 + self.num_speculative_tokens
 
     @cached_property
     def layouts(self) -> dict[int, StepLayout]:
         """The upload's layout per token bucket."""
-        return {t: self._layout(t) for t in self.tokens}
+        return {t: self._layout(t, self.rows(t)) for t in self.tokens}
+
+    def layout(self, shape: StepShape) -> StepLayout:
+        """The upload's layout of a shape that ``dispatch`` gave."""
+        if not shape.uniform and (found := self.layouts.get(shape.num_tokens)) is not None:
+            if shape.mode is not ExecutionMode.NONE:
+                return found
+        return self._layout(shape.num_tokens, shape.num_reqs)
 
     def check(self) -> None:
         """Raises ValueError if explicit sizes are out of range."""
-        _ = self.tokens, self.logits
+        _ = self.tokens, self.logits, self.requests
 
     def rows(self, num_tokens: int) -> int:
         """R of a token bucket: a row has at least one token."""
         return min(num_tokens, self.max_num_reqs)
 
-    def dispatch(self, num_tokens: int, num_logits: int) -> StepShape:
-        """The shape a step of so many tokens and logits rows runs at: the smallest bucket of each that holds it."""
-        t = round_up(num_tokens, self.tokens)
-        return StepShape(t, self.rows(t), round_up(max(num_logits, 1), self.logits))
+    def full(self, num_tokens: int) -> StepShape:
+        """The shape of mode FULL with the largest number of rows, at a token bucket."""
+        return StepShape(num_tokens, self.rows(num_tokens), min(num_tokens, self.max_logits))
 
-    def _layout(self, t: int) -> StepLayout:
-        rows = self.rows(t)
+    def dispatch(
+        self, num_tokens: int, num_logits: int, num_reqs: int | None = None, uniform: bool = False
+    ) -> StepShape:
+        """The shape a step of so many tokens and logits rows runs at: the smallest bucket of each that holds it.
+
+        Args:
+            num_reqs: rows of the step; only modes other than FULL ask.
+            uniform: ``is_uniform_decode``; only policies that separate ask.
+        """
+        if self.policy is Policy.FULL:
+            t = round_up(num_tokens, self.tokens)
+            return StepShape(t, self.rows(t), round_up(max(num_logits, 1), self.logits))
+        if num_tokens > self.max_num_batched_tokens:
+            raise ValueError(f"{num_tokens} is above the largest bucket {self.max_num_batched_tokens}: raise the limit")
+        found = self._dispatcher.dispatch(num_tokens, uniform)
+        n = min(num_tokens, self.max_num_reqs) if num_reqs is None else num_reqs
+        if found.mode is ExecutionMode.NONE:
+            return StepShape(num_tokens, n, max(num_logits, 1), found.mode)
+        rows = found.num_reqs if found.num_reqs is not None else min(round_up(n, self.requests), found.num_tokens)
+        return StepShape(found.num_tokens, rows, round_up(max(num_logits, 1), self.logits), found.mode, found.uniform)
+
+    def only(self, tokens: Iterable[int], logits: Iterable[int]) -> StepShapes:
+        """The same with fewer buckets, the limits among them: what is ready while the rest is being compiled."""
+        return replace(self, token_buckets=tuple(tokens), logits_buckets=tuple(logits))
+
+    @cached_property
+    def _dispatcher(self) -> Dispatcher:
+        return Dispatcher(self.policy, self.tokens, self.uniform, self.max_num_reqs, self.query_len)
+
+    def _ladder(self, buckets: Buckets, limit: int, what: str) -> tuple[int, ...]:
+        if buckets is None:
+            return powers_of_two(limit)
+        if isinstance(buckets, str):
+            return named(buckets, limit, self.max_num_reqs, self.num_speculative_tokens)
+        return listed(buckets, limit, what)
+
+    def _layout(self, t: int, rows: int) -> StepLayout:
         # A step fills at most one more block a row than its tokens need; what a prefix hit brings goes ahead.
         updates = self.num_groups * (rows + cdiv(t, self.min_block_size))
         return StepLayout(t, rows, min(t, self.max_logits), updates)
