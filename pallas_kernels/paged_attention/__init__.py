@@ -14,8 +14,11 @@ from pallas_kernels.implementation import (
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
 from pallas_kernels.paged_attention.reference import ReferenceAttention
 
-# Best first: "auto" takes the first that does not refuse.
-IMPLEMENTATIONS: tuple[AttentionImplementation, ...] = (ReferenceAttention(),)
+# Best first: "auto" takes the first that does not refuse. The kernel made for a GPU comes before one that runs on many,
+# and the reference last.
+IMPLEMENTATIONS: tuple[AttentionImplementation, ...] = (
+    ReferenceAttention(),
+)  # fmt: skip
 
 
 def paged_attention(

@@ -71,6 +71,10 @@ class Batch:
 
     def expected(self, **options: object) -> np.ndarray:
         """The oracle's result, of q and cache as the shape's dtype holds them."""
+        return self.expected_with_magnitude(**options)[0]
+
+    def expected_with_magnitude(self, **options: object) -> tuple[np.ndarray, np.ndarray]:
+        """(result, the same weighted mean of the values' magnitudes): rounding errors scale with the latter."""
         inputs = [np.asarray(x.astype(jnp.float32)) for x in (self.queries, *self.cache)]
         return oracle.attention(*inputs, self.query_lens, self.seq_lens, self.tables, **options)
 

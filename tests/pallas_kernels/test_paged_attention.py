@@ -1,4 +1,4 @@
-"""Paged attention against the oracle. Every implementation must pass; a new one joins by being registered."""
+"""The reference attention, in float32 too, and the public function. test_every_implementation.py has what all share."""
 
 from functools import cache, partial
 
@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import AttentionLayer, CommonAttentionMetadata, GroupSpec, KVCache, StepAttention, paged_attention
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, singles, tiled
+from pallas_kernels.paged_attention import singles, tiled
+from pallas_kernels.paged_attention.reference import ReferenceAttention
 from tests.pallas_kernels.ragged import Shape, make_batch, requests_of
 
 TOLERANCE = {"float32": 4e-6, "bfloat16": 2e-2, "float16": 2e-3}
-implementations = pytest.mark.parametrize("implementation", [each.name for each in IMPLEMENTATIONS])
 
 
 @cache
 def compiled(**options):
-    return jax.jit(partial(paged_attention, **options))
+    return jax.jit(partial(paged_attention, implementation="reference", **options))
 
 
-def check(batch, implementation, *, sinks=None, causal=True, **options):
-    run = compiled(implementation=implementation, **options)
+def check(batch, *, sinks=None, causal=True, **options):
+    run = compiled(**options)
     out = run(batch.queries, batch.cache, batch.metadata(causal), sinks=None if sinks is None else jnp.asarray(sinks))
     assert out.dtype == batch.shape.dtype
     out = np.asarray(out, np.float64)
@@ -53,11 +53,10 @@ CASES = {
 }
 
 
-@implementations
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=12)
 @given(data=st.data())
-def test_any_ragged_batch(implementation, case, data):
+def test_any_ragged_batch(case, data):
     shape, options = CASES[case]
     batch = make_batch(
         shape,
@@ -66,52 +65,45 @@ def test_any_ragged_batch(implementation, case, data):
         poison=data.draw(st.sampled_from([np.nan, np.inf])),
         window=options.get("window"),
     )
-    check(batch, implementation, **options)
+    check(batch, **options)
 
 
-@implementations
 @pytest.mark.parametrize(("dtype", "tokens"), [("bfloat16", 24), ("float16", 8)])
-def test_narrow_dtypes_accumulate_in_float32(implementation, dtype, tokens):
+def test_narrow_dtypes_accumulate_in_float32(dtype, tokens):
     shape = Shape(tokens=tokens, rows=4, width=80, dtype=dtype)
-    check(make_batch(shape, [(1, 300), (tokens - 6, 0), (2, 40)]), implementation, scale=0.35)
+    check(make_batch(shape, [(1, 300), (tokens - 6, 0), (2, 40)]), scale=0.35)
 
 
-@implementations
-def test_tiles_of_long_prefills(implementation):
+def test_tiles_of_long_prefills():
     """Several tiles for a row, tiles that end at no boundary, the last one at the end of the token array. One
     executable serves them all: nothing depends on values."""
     shape = Shape(tokens=200, rows=4, width=100)
     for requests in ([(130, 3), (1, 390), (69, 0)], [(200, 150)], [(5, 0), (64, 64), (65, 1), (63, 200)], []):
-        check(make_batch(shape, requests), implementation, scale=0.3)
-    assert compiled(implementation=implementation, scale=0.3)._cache_size() == 1
+        check(make_batch(shape, requests), scale=0.3)
+    assert compiled(scale=0.3)._cache_size() == 1
 
 
 MIXED = [(6, 10), (1, 40)]  # a tile and a single query
 
 
-@implementations
-def test_sinks(implementation):
+def test_sinks():
     sinks = np.array([-1.0, 0.5, 4.0, -30.0], np.float32)
-    check(make_batch(Shape(tokens=24, rows=3), MIXED), implementation, sinks=sinks, scale=0.35)
+    check(make_batch(Shape(tokens=24, rows=3), MIXED), sinks=sinks, scale=0.35)
 
 
-@implementations
-def test_without_causality_every_query_sees_all_keys(implementation):
-    check(make_batch(Shape(tokens=24, rows=3), MIXED), implementation, causal=False, scale=0.35)
+def test_without_causality_every_query_sees_all_keys():
+    check(make_batch(Shape(tokens=24, rows=3), MIXED), causal=False, scale=0.35)
 
 
-@implementations
 @pytest.mark.parametrize(("tokens", "window"), [(8, 1), (24, 4)])
-def test_a_window_of_w_sees_w_keys(implementation, tokens, window):
+def test_a_window_of_w_sees_w_keys(tokens, window):
     """Values that are one-hot in their position show exactly which keys were seen."""
     shape = Shape(tokens=tokens, rows=2, width=4, heads=1, kv_heads=1, head_dim=16)
     batch = make_batch(shape, [(7, 8)])
     batch.k[:] = 0
     for j in range(15):
         batch.v[batch.tables[0][j // 4], j % 4] = np.eye(16)[j]
-    out = compiled(implementation=implementation, scale=1.0, window=window)(
-        batch.queries, batch.cache, batch.metadata()
-    )
+    out = compiled(scale=1.0, window=window)(batch.queries, batch.cache, batch.metadata())
     for i in range(7):
         seen = np.flatnonzero(np.asarray(out)[i, 0])
         assert seen.tolist() == list(range(8 + i - window + 1, 8 + i + 1))
@@ -151,8 +143,7 @@ def test_work_follows_from_what_is_seen(monkeypatch):
     assert chunks(64, []) == {}
 
 
-@implementations
-def test_memory_is_linear_in_tokens(implementation):
+def test_memory_is_linear_in_tokens():
     """512 tokens of 8 requests with up to 2**16 keys each: a mask would take 32 MiB, the scores of one head or one
     request's gathered keys 128. Backwards too."""
     tokens, rows, keys = 512, 8, 2**16
@@ -167,7 +158,7 @@ def test_memory_is_linear_in_tokens(implementation):
     )
 
     def attend(q, cache, metadata):
-        return jnp.sum(paged_attention(q, cache, metadata, scale=1.0, implementation=implementation))
+        return jnp.sum(paged_attention(q, cache, metadata, scale=1.0))
 
     memory = (
         jax.jit(jax.grad(attend, argnums=(0, 1))).lower(q, KVCache(pages, pages), metadata).compile().memory_analysis()
@@ -175,13 +166,12 @@ def test_memory_is_linear_in_tokens(implementation):
     assert memory.temp_size_in_bytes < 16 * 2**20
 
 
-@implementations
-def test_step_attention_writes_in_place_and_attends(implementation):
+def test_step_attention_writes_in_place_and_attends():
     """The way a model calls it, with the cache donated: right, and without a copy of the cache."""
     shape = Shape(tokens=8, rows=3)
     batch = make_batch(shape, [(1, 40), (5, 2)])
     layer = AttentionLayer("layer", shape.heads, shape.kv_heads, shape.head_dim, scale=0.35)
-    chosen = next(each for each in IMPLEMENTATIONS if each.name == implementation)
+    chosen = ReferenceAttention()
     # What this step writes is not in the cache yet.
     metadata = batch.metadata()
     slots = np.asarray(metadata.slot_mapping)[: batch.num_tokens]
@@ -207,7 +197,7 @@ def test_step_attention_writes_in_place_and_attends(implementation):
 
 def test_step_attention_names_the_layer_that_is_refused():
     batch = make_batch(Shape(tokens=4, rows=2), [(1, 3)])
-    metadata, (implementation, *_) = batch.metadata(causal=False), IMPLEMENTATIONS
+    metadata, implementation = batch.metadata(causal=False), ReferenceAttention()
     layer = AttentionLayer("model.layers.7", 4, 2, 8, 0.35, window=3)
     attention = StepAttention(implementation, implementation.build(metadata, GroupSpec(4)), metadata.slot_mapping)
     k = jnp.zeros((4, 2, 8))
@@ -215,28 +205,13 @@ def test_step_attention_names_the_layer_that_is_refused():
         attention(batch.queries, k, k, batch.cache, layer)
 
 
-@implementations
-def test_update_block_table(implementation):
-    """Metadata of one group serves another that differs in table and slots."""
-    shape = Shape(tokens=8, rows=3)
-    one, other = (make_batch(shape, [(1, 40), (5, 9)], seed=seed) for seed in (1, 2))
-    layer = AttentionLayer("layer", shape.heads, shape.kv_heads, shape.head_dim, scale=0.35)
-    chosen = next(each for each in IMPLEMENTATIONS if each.name == implementation)
-    built = chosen.build(one.metadata(), GroupSpec(shape.block_size, (layer,)))
-    table, slots = other.metadata().block_table, other.metadata().slot_mapping
-    built = chosen.update_block_table(built, table, slots)
-    out = jax.jit(chosen.attend, static_argnums=3)(other.queries, other.cache, built, layer)
-    np.testing.assert_allclose(np.asarray(out), other.expected(scale=0.35), rtol=4e-6, atol=4e-6)
-
-
-@implementations
-def test_runs_inside_shard_map(implementation):
+def test_runs_inside_shard_map():
     """Kernels run inside shard_map, over kv heads; loops there are particular about what varies over the mesh."""
     batch = make_batch(Shape(tokens=24, rows=3), MIXED)
     mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     run = jax.shard_map(
-        partial(paged_attention, scale=0.35, implementation=implementation),
+        partial(paged_attention, scale=0.35),
         mesh=mesh,
         in_specs=(spec(None, "tensor"), spec(None, None, "tensor"), spec()),
         out_specs=spec(None, "tensor"),
