@@ -1,0 +1,169 @@
+"""Replays of a trace on the host path: timed phase by phase, or compared with the reference at every step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrunner.batch import BufferRing, InputBatch, StepInputs, prepare_inputs, record_sampled, update_states
+from jaxrunner.protocol import ModelRunnerOutput
+from jaxrunner.shapes import StepShapes
+from scripts.host_bench.floor import Yardstick
+from scripts.host_bench.reference import Reference
+from scripts.host_bench.workload import TraceConfig, TraceStep, trace
+
+BLOCK = 10  # measured steps between two samples of the yardstick
+PHASES = ("update_states", "prepare_inputs", "record_sampled")
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Times of one replay.
+
+    Attributes:
+        phases: microseconds of each measured step, by phase; "before_forward" is the first two together.
+        floor: microseconds of the yardstick, one sample for each ``BLOCK`` steps.
+    """
+
+    phases: dict[str, np.ndarray]
+    floor: np.ndarray
+
+    def median(self, phase: str) -> float:
+        return float(np.median(self.phases[phase]))
+
+    def in_floors(self, phase: str) -> float:
+        """The phase as a multiple of the yardstick: median over blocks, each by its own sample."""
+        steps = self.phases[phase]
+        blocks = np.array([np.median(steps[i : i + BLOCK]) for i in range(0, len(steps), BLOCK)])
+        return float(np.median(blocks / self.floor))
+
+
+class HostPath:
+    """A batch and its buffers, as a runner has them."""
+
+    def __init__(self, config: TraceConfig) -> None:
+        drafts = config.num_speculative_tokens
+        self.batch = InputBatch(
+            max_num_reqs=config.max_num_reqs,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            vocab_size=config.vocab_size,
+            block_sizes=(config.block_size,),
+            num_blocks=1 + config.max_num_reqs * -(-config.max_model_len // config.block_size),
+            num_speculative_tokens=drafts,
+        )
+        self.shapes = StepShapes(
+            config.max_num_batched_tokens, config.max_num_reqs, drafts, min_block_size=config.block_size
+        )
+        self.buffers = BufferRing(max(layout.size for layout in self.shapes.layouts.values()), depth=2)
+        self.width = 1 + drafts
+
+    def update(self, step: TraceStep, check: bool) -> None:
+        update_states(self.batch, step.scheduler_output, check=check)
+
+    def prepare(self, step: TraceStep) -> StepInputs:
+        return prepare_inputs(self.batch, step.scheduler_output, self.shapes, buffers=self.buffers)
+
+    def sampled(self, step: TraceStep) -> np.ndarray:
+        """What the device would hand back: [R, w], -1 behind each row's tokens."""
+        out = np.full((self.batch.num_reqs, self.width), -1, np.int32)
+        for row, req_id in enumerate(self.batch.req_ids):
+            tokens = step.sampled[req_id]
+            out[row, : len(tokens)] = tokens
+        return out
+
+    def record(self, inputs: StepInputs, sampled: np.ndarray) -> ModelRunnerOutput:
+        """Bookkeeping, and the whole of a step's output."""
+        tokens = record_sampled(self.batch, sampled)
+        ids = inputs.req_ids
+        return ModelRunnerOutput(ids, {req_id: row for row, req_id in enumerate(ids)}, tokens)
+
+
+def compare_with_reference(config: TraceConfig, on_step: Callable[[], object] = lambda: None) -> int:
+    """Every array of every step, with validation on. Returns the number of steps.
+
+    Raises:
+        AssertionError: naming the first array that differs.
+    """
+    path, steps = HostPath(config), 0
+    reference = Reference(config.block_size, config.max_num_reqs, path.batch.block_table[0].width)
+    for step in trace(config):
+        reference.begin(step.scheduler_output)
+        path.update(step, check=True)
+        inputs = path.prepare(step)
+        reference.upload(inputs, path.batch.columns["sampling_record"])
+        reference.compare(step.scheduler_output, inputs)
+        reference.end(step, inputs, path.record(inputs, path.sampled(step)))
+        steps += 1
+        on_step()
+    return steps
+
+
+def time_phases(
+    config: TraceConfig, yardstick: Yardstick, *, check: bool, on_step: Callable[[], object] = lambda: None
+) -> Replay:
+    """Wall time of ``update_states``, ``prepare_inputs``, and ``record_sampled`` with the output around it."""
+    path, clock = HostPath(config), perf_counter_ns
+    times: list[tuple[int, int, int]] = []
+    floor: list[float] = []
+    for step in _frozen_once_measured(trace(config)):
+        if step.measured and len(times) == len(floor) * BLOCK:
+            floor.append(yardstick.sample())
+        start = clock()
+        path.update(step, check)
+        updated = clock()
+        inputs = path.prepare(step)
+        prepared = clock()
+        sampled = path.sampled(step)
+        begin = clock()
+        path.record(inputs, sampled)
+        recorded = clock()
+        if step.measured:
+            times.append((updated - start, prepared - updated, recorded - begin))
+        on_step()
+    phases = dict(zip(PHASES, np.array(times).T / 1e3, strict=True))
+    phases["before_forward"] = phases["update_states"] + phases["prepare_inputs"]
+    return Replay(phases, np.array(floor))
+
+
+def time_upload(config: TraceConfig, steps: int, on_step: Callable[[], object] = lambda: None) -> np.ndarray:
+    """Microseconds until a compiled call that takes the buffer has run: the buffer alone, no model."""
+    path, calls = HostPath(config), dict[int, Any]()
+    times = []
+    for step in trace(config):
+        path.update(step, check=False)
+        inputs = path.prepare(step)
+        call = calls.get(inputs.layout.size)
+        if call is None:
+            shape = jax.ShapeDtypeStruct((inputs.layout.size,), np.int32)
+            call = calls[inputs.layout.size] = jax.jit(lambda buffer: buffer[0]).lower(shape).compile()
+            call(inputs.buffer).block_until_ready()
+        start = perf_counter_ns()
+        call(inputs.buffer).block_until_ready()
+        if step.measured:
+            times.append(perf_counter_ns() - start)
+        path.record(inputs, path.sampled(step))
+        on_step()
+        if len(times) == steps:
+            break
+    return np.array(times) / 1e3
+
+
+def _frozen_once_measured(steps: Iterator[TraceStep]) -> Iterator[TraceStep]:
+    """The collector runs, but not over what was there before: a trace is more garbage than a server's requests."""
+    frozen = False
+    try:
+        for step in steps:
+            if step.measured and not frozen:
+                gc.collect()
+                gc.freeze()
+                frozen = True
+            yield step
+    finally:
+        gc.unfreeze()

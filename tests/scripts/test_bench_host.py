@@ -1,0 +1,110 @@
+"""scripts/bench_host.py: its reference agrees with the host path and sees a wrong array; its rows have their keys."""
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from jaxrunner.batch import StepInputs
+from scripts import bench_host
+from scripts.host_bench import replay
+from scripts.host_bench.floor import readings
+from scripts.host_bench.workload import SCENARIOS, TraceConfig, trace
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_scenario_equals_the_reference(scenario: str) -> None:
+    small = TraceConfig(
+        scenario, 6, warmup_steps=0, measured_steps=12, max_num_reqs=8, max_model_len=256, vocab_size=1000,
+        prompt_min=3, prompt_max=20, turnover=0.3, arrival_prompt=40, arrival_cached=32, token_budget=30,
+        mixed_min=5, mixed_max=60, preempted=0.2,
+    )  # fmt: skip
+    assert replay.compare_with_reference(small) == 13
+
+
+def break_tokens(inputs: StepInputs) -> None:
+    inputs["token_ids"][1] += 1
+
+
+def break_cell(inputs: StepInputs) -> None:
+    inputs["update_value"][int(np.argmin(inputs["update_cell"]))] += 1
+
+
+@pytest.mark.parametrize(("damage", "named"), [(break_tokens, "token_ids"), (break_cell, "block table of req-00000")])
+def test_a_wrong_array_is_named(
+    monkeypatch: pytest.MonkeyPatch, damage: Callable[[StepInputs], None], named: str
+) -> None:
+    prepare = replay.HostPath.prepare
+
+    def damaged(path: replay.HostPath, step: replay.TraceStep) -> StepInputs:
+        inputs = prepare(path, step)
+        damage(inputs)
+        return inputs
+
+    monkeypatch.setattr(replay.HostPath, "prepare", damaged)
+    with pytest.raises(AssertionError, match=named):
+        replay.compare_with_reference(TraceConfig("steady", 4, 0, 8, max_num_reqs=4, prompt_max=300))
+
+
+def test_a_trace_is_a_function_of_its_seed() -> None:
+    first, again, other = (
+        [step.scheduler_output for step in trace(TraceConfig("mixed", 4, 0, 3, seed=seed, max_num_reqs=4))]
+        for seed in (0, 0, 1)
+    )
+    assert first == again != other
+
+
+def test_halves_take_turns() -> None:
+    _, *steps = trace(TraceConfig("alternate", 5, 0, 4, max_num_reqs=5))
+    ids = [step.scheduler_output.scheduled_cached_reqs.req_ids for step in steps]
+    assert ids[0] == ids[2] == ["req-000001", "req-000003"]
+    assert ids[1] == ids[3] == ["req-000000", "req-000002", "req-000004"]
+    assert not any(step.scheduler_output.preempted_req_ids for step in steps)
+
+
+def test_rows(tmp_path, capsys) -> None:
+    file = tmp_path / "out.json"
+    bench_host.main(
+        ["--scenario", "steady,mixed", "--reqs", "2", "--steps", "12", "--warmup", "1", "--json", str(file)]
+    )
+    steady, mixed = json.loads(file.read_text())
+    assert (steady["scenario"], mixed["scenario"], mixed["reqs"]) == ("steady", "mixed", 2)
+    assert steady.keys() >= {
+        "scenario", "reqs", "phase_us", "before_forward_us", "record_us", "upload_us", "validation_us", "p99_us",
+        "floor_us", "ratio_to_floor",
+    }  # fmt: skip
+    phases = mixed["phase_us"]
+    assert set(phases) == {"update_states", "prepare_inputs", "record_sampled"} and all(v > 0 for v in phases.values())
+    assert set(mixed["p99_us"]) == {*phases, "before_forward"}
+    assert "mixed" in capsys.readouterr().out
+
+
+def test_check_reports_what_it_compared(tmp_path, capsys) -> None:
+    file = tmp_path / "out.json"
+    bench_host.main(
+        ["--check", "--scenario", "alternate", "--reqs", "3", "--steps", "4", "--warmup", "0", "--json", str(file)]
+    )
+    assert "alternate 3: 5 steps equal the reference" in capsys.readouterr().out
+    assert json.loads(file.read_text()) == [{"scenario": "alternate", "reqs": 3, "steps_compared": 5}]
+
+
+def test_the_yardstick_reads_what_a_scheduler_sends() -> None:
+    work = readings(3)
+    assert len(work) == 6
+    assert work["count of each request"]().tolist() == [1, 1, 1]
+    assert work["row of each request"]().tolist() == [0, 1, 2] and work["same requests"]() is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--scenario", "steady,stedy"], "unknown scenarios \\['stedy'\\]"),
+        (["--reqs", "8,x"], "numbers with commas"),
+        (["--reqs", "2000"], "from 1 to 1024"),
+        (["--steps", "0"], "at least 1"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], words: str) -> None:
+    with pytest.raises(SystemExit, match=words):
+        bench_host.main(arguments)
