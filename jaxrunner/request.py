@@ -43,9 +43,10 @@ class Request:
         sampling_params: read, never changed.
         eos_token_ids: every id that ends the output unless ``ignore_eos``: the configuration's and the
             tokenizer's.
-        arrival_time: seconds; recorded only. The order of service is the order of ``Scheduler.add_request``.
-        priority: recorded only, for a policy that has priorities.
+        arrival_time: seconds; recorded only. Among equals the order of service is that of ``Scheduler.add_request``.
+        priority: under the policy "priority" lower values are served first.
         cache_salt: blocks are shared only between requests of the same salt.
+        leader: a request with the same prompt. This one waits until the leader has computed it, and branches off.
 
     Attributes:
         all_token_ids: prompt and outputs; ``output_token_ids`` are its tail. Only ``append_output_tokens``
@@ -54,6 +55,7 @@ class Request:
         num_cached_tokens: of the prompt, the tokens found in the prefix cache at first admission; None
             before.
         num_preemptions: how often it has lost its blocks.
+        order: (priority, number of arrival), the scheduler's note: the lowest is served first.
         stop_reason: the id out of ``stop_token_ids`` that ended it; None for an end-of-sequence id or the
             length.
 
@@ -69,6 +71,8 @@ class Request:
         "arrival_time",
         "priority",
         "cache_salt",
+        "leader",
+        "order",
         "status",
         "stop_reason",
         "all_token_ids",
@@ -95,9 +99,12 @@ class Request:
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        leader: Request | None = None,
     ) -> None:
         if len(prompt_token_ids) == 0:
             raise ValueError(f"request {request_id!r} has an empty prompt: it needs at least one token")
+        if leader is not None and sampling_params.prompt_logprobs is not None:
+            raise ValueError(f"request {request_id!r} has a leader, so the leader's prompt_logprobs are its own")
         self.request_id = request_id
         self.prompt_token_ids = [int(token) for token in prompt_token_ids]
         self.num_prompt_tokens = len(self.prompt_token_ids)
@@ -105,6 +112,8 @@ class Request:
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.priority = priority
         self.cache_salt = cache_salt
+        self.leader = leader
+        self.order = (0, 0)
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
@@ -138,7 +147,7 @@ class Request:
         """Whether blocks of others may stand in for its prompt. Prompt logprobs need every position
         computed.
         """
-        return self.sampling_params.prompt_logprobs is None
+        return self.sampling_params.prompt_logprobs is None and not self.sampling_params.skip_reading_prefix_cache
 
     def limit_length(self, max_model_len: int | None) -> None:
         """Stop at ``max_tokens`` outputs or at ``max_model_len`` tokens in all, whichever comes first."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxrunner.kv_cache.block_pool import BlockPool
 from jaxrunner.kv_cache.hashing import chain_root, extend_chain
+from jaxrunner.kv_cache.prompt_holds import GroupBlocks, PromptHolds
 from jaxrunner.kv_cache.spec import KVCacheConfig
 from jaxrunner.request import Request
-
-GroupBlocks = tuple[list[int], ...]
 
 
 @dataclass(slots=True)
@@ -27,6 +26,8 @@ class PrefixCacheStats:
         requests, queries, hits: requests admitted for the first time, their tokens, and those found.
         resumed_requests, resumed_queries, resumed_hits: the same for requests that come back from preemption,
             which mostly find what they computed themselves.
+        branches, branched: sequences that branched off another's computed prompt, and tokens they didn't compute for
+            it. No look-up in the cache, so not among the others.
     """
 
     requests: int = 0
@@ -35,9 +36,14 @@ class PrefixCacheStats:
     resumed_requests: int = 0
     resumed_queries: int = 0
     resumed_hits: int = 0
+    branches: int = 0
+    branched: int = 0
 
-    def record(self, request: Request, num_hit_tokens: int) -> None:
-        if request.num_preemptions:
+    def record(self, request: Request, num_hit_tokens: int, branches: bool = False) -> None:
+        if branches:
+            self.branches += 1
+            self.branched += num_hit_tokens
+        elif request.num_preemptions:
             self.resumed_requests += 1
             self.resumed_queries += request.num_tokens
             self.resumed_hits += num_hit_tokens
@@ -53,6 +59,9 @@ class KVCacheManager:
     Arguments:
         config: groups and pool size.
         enable_prefix_caching: let full blocks be found by later requests with the same prefix.
+
+    Attributes:
+        holds: computed prompts that wait for further sequences to branch off.
     """
 
     def __init__(self, config: KVCacheConfig, enable_prefix_caching: bool = True) -> None:
@@ -67,7 +76,10 @@ class KVCacheManager:
         self._hit_alignment = math.lcm(*self._block_sizes)
         # A request has nothing new to publish before it has computed so many tokens more.
         self.publish_interval = self._hash_block_size if enable_prefix_caching else 2**62
-        self._blocks: dict[str, GroupBlocks] = {}
+        # By object, not by id: an ended request may keep its blocks a little longer, and its id is free by then.
+        self._blocks: dict[Request, GroupBlocks] = {}
+        self._ended: list[Request] = []  # those that a step in flight may still write for
+        self.holds = PromptHolds(self.pools, self._block_sizes)
         self._epoch = 0
 
     @property
@@ -86,7 +98,7 @@ class KVCacheManager:
 
     def get_blocks(self, request: Request) -> GroupBlocks:
         """The request's blocks in logical order: the manager's own lists, not to be kept or changed."""
-        return self._blocks[request.request_id]
+        return self._blocks[request]
 
     def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
         """The longest computed prefix that all groups have, for a request that holds no blocks.
@@ -131,7 +143,7 @@ class KVCacheManager:
         if num_tokens <= request.num_block_tokens:
             return ()
         found = computed_blocks or tuple([] for _ in self.pools)
-        blocks = self._blocks.get(request.request_id, found)
+        blocks = self._blocks.get(request, found)
         starts = blocks is found
         counts = []
         for pool, block_size, held in zip(self.pools, self._block_sizes, blocks, strict=True):
@@ -142,7 +154,8 @@ class KVCacheManager:
             counts.append(count)
 
         if starts:
-            self._blocks[request.request_id] = found
+            self._blocks[request] = found
+            self._enter_epoch(request)
             for pool, held in zip(self.pools, found, strict=True):
                 pool.share(held)  # before anything is lent as new, so that it can't be one of these
         new_blocks = []
@@ -167,7 +180,7 @@ class KVCacheManager:
         if request.hash_epoch != self._epoch:
             return  # computed before a reset, in part at least
         self._extend_hashes(request)
-        blocks = self._blocks[request.request_id]
+        blocks = self._blocks[request]
         for pool, block_size, held in zip(self.pools, self._block_sizes, blocks, strict=True):
             ratio = block_size // self._hash_block_size
             for i in range(request.num_published_tokens // block_size, computed // block_size):
@@ -176,17 +189,32 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Take back all blocks. Computed full ones can still be found until they are lent again."""
-        if request.request_id not in self._blocks:
+        if request not in self._blocks:
             return
         # Again from the start: where a twin with the same content stood in for one of these blocks and has
         # been overwritten since, this one takes its place.
         request.num_published_tokens = 0
         self.cache_blocks(request)
-        for pool, held in zip(self.pools, self._blocks.pop(request.request_id), strict=True):
+        for pool, held in zip(self.pools, self._blocks.pop(request), strict=True):
             # The tail first: a block is worth nothing without those before it, and fewer requests share it.
             pool.release(reversed(held))
         request.num_published_tokens = 0
         request.num_block_tokens = 0
+
+    def free_later(self, request: Request) -> None:
+        """``free``, once the step is over that may still write into the blocks."""
+        if request in self._blocks:
+            self._ended.append(request)
+
+    def free_ended(self) -> None:
+        """The step is over: now ``free`` what ``free_later`` was told of."""
+        while self._ended:
+            self.free(self._ended.pop())
+
+    def hold_prompt(self, leader: Request, waiting: Iterable[Request]) -> None:
+        """Keep the blocks of a leader's computed prompt until all of ``waiting`` have branched off."""
+        if leader.hash_epoch == self._epoch:  # else computed before a reset, in part at least
+            self.holds.hold(leader, self._blocks[leader], waiting)
 
     def num_common_prefix_blocks(self, requests: Sequence[Request]) -> list[int]:
         """Per group, the leading blocks that all requests hold: not only these, all that have any.
@@ -197,9 +225,10 @@ class KVCacheManager:
         if owners < 2 or not requests:
             return [0] * self.num_groups
         common = []
-        for pool, held in zip(self.pools, self._blocks[requests[0].request_id], strict=True):
+        for group, (pool, held) in enumerate(zip(self.pools, self._blocks[requests[0]], strict=True)):
+            holds = self.holds.owned(group) if self.holds else {}
             count = 0
-            while count < len(held) and pool.num_owners(held[count]) == owners:
+            while count < len(held) and pool.num_owners(held[count]) == owners + holds.get(held[count], 0):
                 count += 1
             common.append(count)
         return common
@@ -207,6 +236,7 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Nothing computed so far will be found again, as after a change of weights. Running requests go on."""
         self._epoch += 1  # what they compute from here on builds on the old state: not to be found either
+        self.holds.drop_all()
         for pool in self.pools:
             pool.forget_all()
 
@@ -218,18 +248,23 @@ class KVCacheManager:
         """
         for group, pool in enumerate(self.pools):
             held = Counter(block_id for blocks in self._blocks.values() for block_id in blocks[group])
-            for request_id, blocks in self._blocks.items():
+            held.update(self.holds.owned(group))
+            for request, blocks in self._blocks.items():
                 if len(set(blocks[group])) != len(blocks[group]):
-                    raise RuntimeError(f"request {request_id!r} holds a block twice in group {group}: {blocks[group]}")
+                    raise RuntimeError(f"request {request.request_id!r} holds a block twice in group {group}: {blocks[group]}")
             try:
                 pool.check_accounting(held)
             except RuntimeError as error:
                 raise RuntimeError(f"group {group}: {error}") from None
 
-    def _extend_hashes(self, request: Request) -> None:
+    def _enter_epoch(self, request: Request) -> None:
+        """What it computes from here on belongs to the cache as it is since its last reset."""
         if request.hash_epoch != self._epoch:
             request.hash_epoch = self._epoch
             request.block_hashes.clear()
+
+    def _extend_hashes(self, request: Request) -> None:
+        self._enter_epoch(request)
         hashes, salt = request.block_hashes, request.cache_salt
         if hashes:
             parent = hashes[-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxrunner.kv_cache.manager import GroupBlocks
 from jaxrunner.protocol import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from jaxrunner.request import Request
@@ -18,7 +20,7 @@ class StepPlan:
         output: the protocol's form, once ``write`` has been called.
     """
 
-    __slots__ = ("budget", "requests", "counts", "preempted", "output", "_new_blocks", "_started_blocks")
+    __slots__ = ("budget", "requests", "counts", "preempted", "output", "_new_blocks", "_started_blocks", "_copies")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -28,6 +30,7 @@ class StepPlan:
         self.output: SchedulerOutput | None = None
         self._new_blocks: list[BlockIds | None] = []
         self._started_blocks: list[BlockIds] = []
+        self._copies: list[list[tuple[int, int]]] = []
 
     def set_running(self, requests: list[Request], counts: list[int], new_blocks: list[BlockIds | None]) -> None:
         """The requests that go on, with the blocks each was given in this step. Before any ``add_started``."""
@@ -42,23 +45,36 @@ class StepPlan:
         # Copies: the manager's lists grow, and so may the runner's.
         self._started_blocks.append(tuple(list(held) for held in blocks))
 
+    def add_copies(self, sources: Sequence[int | None], new_blocks: GroupBlocks) -> None:
+        """Per group, the block that the first of a started request's new blocks begins as a copy of, if any."""
+        for group, (source, new) in enumerate(zip(sources, new_blocks, strict=False)):
+            if source is not None:
+                self._copies = self._copies or [[] for _ in new_blocks]
+                self._copies[group].append((source, new[0]))
+
     def write(self, finished_req_ids: set[str], num_common_prefix_blocks: list[int]) -> SchedulerOutput:
-        """Write the plan down; ``output`` is then set."""
+        """Write the plan down; ``output`` is then set. The order is the protocol's: all that the runner knows first."""
         going_on = len(self._new_blocks)
         requests = self.requests[:going_on]
+        counts = self.counts[:going_on]
         new_block_ids = self._new_blocks
         all_token_ids: dict[str, list[int]] = {}
-        new = []
-        for request, block_ids in zip(self.requests[going_on:], self._started_blocks, strict=True):
+        new, new_requests, new_counts = [], [], []
+        started = zip(self.requests[going_on:], self.counts[going_on:], self._started_blocks, strict=True)
+        for request, count, block_ids in started:
             if request.num_preemptions:  # the runner knows it
                 requests.append(request)
+                counts.append(count)
                 new_block_ids.append(block_ids)
                 all_token_ids[request.request_id] = list(request.all_token_ids)
             else:
                 new.append(_new_request_data(request, block_ids))
+                new_requests.append(request)
+                new_counts.append(count)
+        self.requests, self.counts = requests + new_requests, counts + new_counts
         ids = [request.request_id for request in self.requests]
         cached = CachedRequestData(
-            req_ids=ids[: len(requests)],  # a request that resumes has waited in front of all new ones
+            req_ids=ids[: len(requests)],
             resumed_req_ids=set(all_token_ids),
             new_block_ids=new_block_ids,
             num_computed_tokens=[request.num_computed_tokens for request in requests],
@@ -73,6 +89,7 @@ class StepPlan:
             finished_req_ids=finished_req_ids,
             preempted_req_ids=self.preempted,
             num_common_prefix_blocks=num_common_prefix_blocks,
+            block_copies=self._copies,
         )
         return self.output
 

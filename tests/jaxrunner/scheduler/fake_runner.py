@@ -56,6 +56,11 @@ class FakeRunner:
 
     def step(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self._take_differences(output)
+        for memory, copies in zip(self.memory, output.block_copies, strict=False):
+            read = {target: [memory.get((source, i)) for i in range(max(self.block_sizes))] for source, target in copies}
+            assert len(read) == len(copies), "a block is the target of two copies"
+            for target, cells in read.items():
+                memory |= {(target, i): cell for i, cell in enumerate(cells) if cell is not None}
         counts = output.num_scheduled_tokens
         for req_id in counts:
             self._check_reads(req_id)
@@ -78,7 +83,7 @@ class FakeRunner:
         for i, req_id in enumerate(cached.req_ids):
             known, blocks = self.requests[req_id], cached.new_block_ids[i]
             if req_id in cached.resumed_req_ids:
-                assert not known.blocks
+                assert req_id not in output.preempted_req_ids  # in one step: told as resumed only
                 assert known.token_ids == cached.all_token_ids[req_id]
                 known.blocks = tuple(list(ids) for ids in blocks)
                 known.num_computed, known.weights = cached.num_computed_tokens[i], self.weights

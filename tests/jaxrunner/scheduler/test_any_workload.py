@@ -23,9 +23,14 @@ class AnyOrder(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 0, 1, 5]),
         caching=st.booleans(),
         tokens_per_step=st.sampled_from([1, 1, 3]),
+        policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
+        partial=st.sampled_from([0, 0, 1, 2]),
+        long_partial=st.sampled_from([0, 0, 1]),
     )
-    def start(self, **limits):
-        self.work = Workload(**limits)
+    def start(self, threshold, partial, long_partial, **limits):
+        self.work = Workload(
+            threshold=threshold, partial=partial, long_partial=long_partial if threshold else 0, **limits
+        )
 
     @rule(
         name=NAMES,
@@ -34,22 +39,25 @@ class AnyOrder(RuleBasedStateMachine):
         max_tokens=st.one_of(st.none(), st.integers(1, 30)),
         min_tokens=st.sampled_from([0, 0, 1]),
         ignore_eos=st.booleans(),
+        priority=st.integers(-1, 1),
+        sequences=st.sampled_from([1, 1, 2, 3]),
     )
-    def add(self, name, prompt, **params):
+    def add(self, name, prompt, sequences, **params):
         if name in self.work.alive:
             return
+        names = [name, *(f"{i}_{name}" for i in range(1, sequences))]
         if len(prompt) + 1 > self.work.limit:
             with pytest.raises(ValueError, match=f"has {len(prompt)} tokens"):
                 self.work.add(name, prompt, **params)
-        else:
-            self.work.add(name, prompt, **params)
+        elif not self.work.alive.keys() & set(names):
+            self.work.add_sequences(names, prompt, **params)
 
     @precondition(lambda self: self.work.scheduler.has_requests())
-    @rule(abort_between=st.lists(NAMES, max_size=1), reset_between=st.sampled_from([False, False, False, True]))
+    @rule(abort_between=st.lists(st.one_of(NAMES, NAMES.map("1_{}".format)), max_size=1), reset_between=st.sampled_from([False, False, False, True]))
     def step(self, abort_between, reset_between):
         self.work.step(abort_between, reset_between)
 
-    @rule(name=NAMES)
+    @rule(name=st.one_of(NAMES, NAMES.map("1_{}".format)))
     def abort(self, name):
         self.work.abort(name)
         self.work.check()
@@ -81,11 +89,17 @@ def test_many_requests_in_a_small_pool(seed):
         threshold=draw.choice([0, 0, 5]),
         caching=draw.random() < 0.7,
         tokens_per_step=draw.choice([1, 1, 3]),
+        policy=draw.choice(["fcfs", "priority"]),
+        partial=draw.choice([0, 0, 2]),
     )
     for i in range(25):
         prompt = (draw.choice(PREFIXES) + [draw.randrange(3) for _ in range(draw.randint(1, 12))])[: work.limit - 1]
         salt = draw.choice([None, None, None, "x"])
-        work.add(f"r{i}", prompt, salt, max_tokens=draw.choice([1, 8, 30, None]), ignore_eos=draw.random() < 0.5)
+        names = [f"r{i}", *(f"{j}_r{i}" for j in range(1, draw.choice([1, 1, 4])))]
+        max_tokens, priority = draw.choice([1, 8, 30, None]), draw.randint(0, 2)
+        work.add_sequences(
+            names, prompt, salt=salt, priority=priority, max_tokens=max_tokens, ignore_eos=draw.random() < 0.5
+        )
         while draw.random() < 0.3 and work.scheduler.has_requests():
             work.step([f"r{draw.randint(0, i)}"] if draw.random() < 0.1 else (), draw.random() < 0.05)
     work.run()

@@ -15,7 +15,13 @@ from tests.jaxrunner.scheduler.workload import Workload
         ({"max_model_len": 1}, "max_model_len must be an integer of at least 2, got 1"),
         ({"max_model_len": 99.5}, "max_model_len must be an integer of at least 2, got 99.5"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be .* at least 0, got -1"),
-        ({"policy": "lifo"}, "policy must be 'fcfs', got 'lifo'"),
+        ({"policy": "lifo"}, "policy must be one of .*'fcfs', 'priority'.*, got 'lifo'"),
+        ({"max_num_partial_prefills": -1}, "max_num_partial_prefills must be an integer of at least 0, got -1"),
+        ({"max_long_partial_prefills": 1}, "long_prefill_token_threshold, which is 0: set both or neither"),
+        (
+            {"max_long_partial_prefills": 3, "max_num_partial_prefills": 2, "long_prefill_token_threshold": 5},
+            "max_long_partial_prefills .3. must be at most max_num_partial_prefills .2.",
+        ),
     ],
 )
 def test_a_limit_out_of_range_is_named(changes, message):

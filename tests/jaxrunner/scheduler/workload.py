@@ -27,11 +27,16 @@ class Workload:
         threshold: int = 0,
         caching: bool = True,
         tokens_per_step: int = 1,
+        policy: str = "fcfs",
+        partial: int = 0,
+        long_partial: int = 0,
     ) -> None:
         groups = [KVCacheGroup([i], FullAttentionSpec(size, 1, 8)) for i, size in enumerate(block_sizes)]
         self.block_sizes = block_sizes
         self.manager = KVCacheManager(KVCacheConfig(num_blocks, groups), enable_prefix_caching=caching)
-        self.config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, threshold)
+        self.config = SchedulerConfig(
+            max_num_seqs, max_num_batched_tokens, max_model_len, threshold, policy, partial, long_partial
+        )
         self.scheduler = Scheduler(self.config, self.manager)
         self.limit = min(max_model_len, self.manager.config.max_request_tokens + 1)
         self.salts: dict[str, str | None] = {}
@@ -41,12 +46,26 @@ class Workload:
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
 
-    def add(self, name: str, prompt: list[int], salt: str | None = None, **params) -> Request:
-        request = Request(name, prompt, SamplingParams(**params), EOS, cache_salt=salt)
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        salt: str | None = None,
+        priority: int = 0,
+        leader: Request | None = None,
+        **params,
+    ) -> Request:
+        request = Request(name, prompt, SamplingParams(**params), EOS, None, priority, salt, leader)
         self.scheduler.add_request(request)
         self.alive[name], self.outputs[name], self.salts[name] = request, [], salt
         self.arrived.append(request)
         return request
+
+    def add_sequences(self, names: Sequence[str], prompt: list[int], **options) -> None:
+        """Sequences of one prompt: the first leads."""
+        leader = self.add(names[0], prompt, **options)
+        for name in names[1:]:
+            self.add(name, prompt, leader=leader, **options)
 
     def abort(self, name: str) -> None:
         ended = self.scheduler.finish_requests([name, "unknown"])
@@ -57,22 +76,48 @@ class Workload:
         self.manager.reset_prefix_cache()
         self.runner.weights += 1
 
+    @property
+    def in_order(self) -> bool:
+        """Whether first come is first served without exception."""
+        leads = any(request.leader is not None for request in self.alive.values())
+        return self.config.policy == "fcfs" and not leads and not self.config.max_long_partial_prefills
+
     def schedule(self) -> SchedulerOutput:
         oldest = next((r for r in self.arrived if self.alive.get(r.request_id) is r), None)
+        first = next(iter(self.scheduler.running), None)
         output = self.scheduler.schedule()
         assert output.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
         assert len(self.scheduler.running) <= self.config.max_num_seqs
         if self.config.long_prefill_token_threshold:
             assert all(n <= self.config.long_prefill_token_threshold for n in output.num_scheduled_tokens.values())
-        # Nobody starves: whoever came first advances in every step.
-        assert oldest is None or output.num_scheduled_tokens[oldest.request_id] >= 1
+        # Nobody starves: the first of those that run advances in every step, and if none runs somebody starts.
+        if self.in_order:
+            first = oldest
+        assert first is None or output.num_scheduled_tokens[first.request_id] >= 1
+        assert not self.alive or output.num_scheduled_tokens
+        self._check_partial_prefills(output)
         return output
+
+    def _check_partial_prefills(self, output: SchedulerOutput) -> None:
+        requests = self.scheduler.requests
+        remaining = {i: requests[i].num_tokens - requests[i].num_computed_tokens for i in output.num_scheduled_tokens}
+        partial = [n for i, n in remaining.items() if output.num_scheduled_tokens[i] < n]
+        config = self.config
+        if config.max_num_partial_prefills and self.runner.tokens_per_step == 1:
+            assert len(partial) <= config.max_num_partial_prefills
+        if config.max_long_partial_prefills:
+            long = [n for n in partial if n > config.long_prefill_token_threshold]
+            assert len(long) <= config.max_long_partial_prefills
 
     def step(self, abort_between: Sequence[str] = (), reset_between: bool = False) -> SchedulerOutput:
         output = self.schedule()
         told = self.runner.step(output)
         for name in abort_between:
+            free = self.manager.num_free_blocks
             self.abort(name)
+            if name in output.num_scheduled_tokens:
+                assert self.manager.num_free_blocks == free  # the step may still write into its blocks
+            self.manager.check_accounting()
         if reset_between:
             self.reset_prefix_cache()
         self.take(self.scheduler.update_from_output(output, told))
@@ -110,9 +155,11 @@ class Workload:
         """What holds whenever no step is under way."""
         self.manager.check_accounting()
         self._check_shared_blocks()
-        age = {id(request): i for i, request in enumerate(self.arrived)}
-        served = [age[id(request)] for request in [*self.scheduler.running, *self.scheduler.waiting]]
-        assert served == sorted(served)  # first come, first served, and those that came last are preempted
+        served = [request.order for request in self.scheduler.running]
+        assert served == sorted(served)
+        if self.in_order:  # those that came last are preempted
+            served += [request.order for request in self.scheduler.waiting]
+            assert served == sorted(served)
 
     def _check_shared_blocks(self) -> None:
         """A block has two owners only where both have computed it, at the same place."""
