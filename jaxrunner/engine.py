@@ -15,7 +15,7 @@ from jaxrunner.outputs import CompletionOutput, Prompt, RequestMetrics, RequestO
 from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.request import Request
 from jaxrunner.sampling_params import SamplingParams
-from jaxrunner.scheduler import RequestUpdate, Scheduler, SchedulerConfig
+from jaxrunner.scheduler import Policy, RequestUpdate, Scheduler, SchedulerConfig
 from jaxrunner.sequence_text import SequenceText
 
 
@@ -75,6 +75,9 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
         long_prefill_token_threshold: int = 0,
+        max_num_partial_prefills: int = 0,
+        max_long_partial_prefills: int = 0,
+        scheduling_policy: Policy = "fcfs",
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
@@ -86,6 +89,9 @@ class Engine:
             max_num_batched_tokens=runner.config.max_num_batched_tokens,
             max_model_len=runner.config.max_model_len,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            policy=scheduling_policy,
+            max_num_partial_prefills=max_num_partial_prefills,
+            max_long_partial_prefills=max_long_partial_prefills,
         )
         self._sequences: dict[str, _Sequence] = {}
         self._unfinished: dict[str, list[str]] = {}  # request id -> ids of its sequences that still run
@@ -98,21 +104,34 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._unfinished)
 
-    def add_request(self, request_id: str, prompt: Prompt) -> None:
-        """Queues a request, as ``params.n`` sequences that are scheduled one by one.
+    def add_request(self, request_id: str, prompt: Prompt, priority: int = 0) -> None:
+        """Queues a request, as ``params.n`` sequences: the first computes the prompt, the others branch off.
+
+        Args:
+            priority: lower values are served first; only with the scheduling policy "priority".
 
         Raises:
-            ValueError: the id is taken, or the scheduler finds that the prompt can never run.
+            ValueError: the id is taken, a priority without that policy, or a prompt that can never run.
         """
+        if priority and self._scheduler_config.policy != "priority":
+            raise ValueError(f"priority is {priority}, but the scheduling policy is 'fcfs': set it to 'priority'")
         if request_id in self._unfinished:
             raise ValueError(f"request id {request_id!r} is taken by an unfinished request")
         output = RequestOutput(request_id, prompt.text, prompt.token_ids, [], False, metrics=RequestMetrics())
         ids = self._unfinished[request_id] = []
+        leader = None
         try:
             for index, (sequence_id, params) in enumerate(fan_out(request_id, prompt.params)):
                 request = Request(
-                    sequence_id, prompt.token_ids, params, self.eos_token_ids, cache_salt=prompt.cache_salt
+                    sequence_id,
+                    prompt.token_ids,
+                    params,
+                    self.eos_token_ids,
+                    priority=priority,
+                    cache_salt=prompt.cache_salt,
+                    leader=leader,
                 )
+                leader = leader or request
                 completion = CompletionOutput(index, "", [])
                 sequence = _Sequence(output, completion, request, SequenceText(self.tokenizer, params))
                 self.scheduler.add_request(request)
@@ -204,9 +223,13 @@ class Engine:
 def fan_out(request_id: str, params: SamplingParams) -> list[tuple[str, SamplingParams]]:
     """The sequences of a request, as (id, parameters): sequence i is seeded with ``seed + i``, so that they differ.
 
-    Without a seed their ids make them differ.
+    Without a seed their ids make them differ. The prompt is the same for all, so only the first reports on it.
     """
     if params.n == 1:
         return [(request_id, params)]
-    seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(params.n)]
-    return [(f"{i}_{request_id}", replace(params, n=1, seed=seed)) for i, seed in enumerate(seeds)]
+    sequences = []
+    for i in range(params.n):
+        seed = None if params.seed is None else (params.seed + i) % 2**64
+        prompt_logprobs = None if i else params.prompt_logprobs
+        sequences.append((f"{i}_{request_id}", replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)))
+    return sequences

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner.block_edits import EDIT_CAPACITY
 from jaxrunner.sampling_columns import RECORD_WORDS
 from jaxrunner.shapes import StepShapes
-from jaxrunner.step import DeviceState, StepFunctions, enter_requests, unpack, update_block_table
+from jaxrunner.step import DeviceState, StepFunctions, edit_blocks, enter_requests, unpack, update_block_table
 
 ENTER_CAPACITY = 64  # requests whose records one upload carries
 TABLE_CAPACITY = 4096  # block-table cells one upload ahead of a step carries
@@ -111,6 +112,23 @@ class StepExecutables:
 
         return self._get(f"update_table[{group}]", make)
 
+    def edit_blocks(self, group: int) -> Callable[..., Any]:
+        """(kv_caches, sources [EDIT_CAPACITY], targets, clear) -> kv_caches; donated."""
+
+        def make() -> Any:
+            blocks = jax.ShapeDtypeStruct((EDIT_CAPACITY,), jnp.int32)
+            clear = jax.ShapeDtypeStruct((EDIT_CAPACITY,), jnp.bool_)
+            members = {layer.name for layer in self._functions.groups[group].spec.layers}
+            layers = [layer for g in self._functions.groups for layer in g.spec.layers]
+            caches = tuple(i for i, layer in enumerate(layers) if layer.name in members)
+
+            def edit(kv_caches: Any, sources: jax.Array, targets: jax.Array, clear: jax.Array) -> Any:
+                return edit_blocks(kv_caches, caches, sources, targets, clear)
+
+            return jax.jit(edit, donate_argnums=0).lower(self._kv_caches, blocks, blocks, clear)
+
+        return self._get(f"edit_blocks[{group}]", make)
+
     def temporaries(self) -> int:
         """Bytes of temporaries of the largest program: the forward over the budget, or the head over all rows."""
         self.forward(self._shapes.tokens[-1])
@@ -124,6 +142,7 @@ class StepExecutables:
         last = self._shapes.dispatch(most, most).num_logits
         jobs: list[Callable[[], object]] = [self.enter]
         jobs += [partial(self.update_table, g) for g in range(len(self._state.block_tables))]
+        jobs += [partial(self.edit_blocks, g) for g in range(len(self._state.block_tables))]
         jobs += [partial(self.forward, t) for t in sorted(token_buckets, reverse=True)]
         jobs += [partial(self.head, s) for s in sorted(self._shapes.logits, reverse=True) if s <= last]
         for job in jobs:

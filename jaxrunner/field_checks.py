@@ -39,6 +39,10 @@ def or_none(rule: Rule) -> Rule:
     return Rule(lambda value: value is None or rule.holds(value), f"{rule.expected} or None")
 
 
+def one_of(*words: str) -> Rule:
+    return Rule(lambda value: isinstance(value, str) and value in words, f"one of {list(words)}")
+
+
 def is_integers(value: Any) -> bool:
     return isinstance(value, tuple) and all(map(is_integer, value))
 

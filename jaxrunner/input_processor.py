@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrunner.outputs import Prompt
 from jaxrunner.refusals import refuse_sampling_params
+from jaxrunner.request_limits import RequestLimits
 from jaxrunner.sampling_columns import MAX_STOP_TOKEN_IDS
 from jaxrunner.sampling_params import SamplingParams
 
@@ -79,15 +80,13 @@ class InputProcessor:
     Attributes:
         tokenizer: None for a model without one: prompts are then token ids.
         vocab_size: of the model; ids of prompts and stop tokens lie below it.
-        max_model_len: prompt and output tokens of one request.
-        cache_tokens: tokens that the KV cache can hold for one request.
+        limits: how many tokens a request may have.
         eos_token_ids: the model's own.
     """
 
     tokenizer: Any
     vocab_size: int
-    max_model_len: int
-    cache_tokens: int
+    limits: RequestLimits
     eos_token_ids: tuple[int, ...] = ()
 
     def process(self, prompt: Any, params: SamplingParams) -> Prompt:
@@ -133,24 +132,12 @@ class InputProcessor:
             raise refuse(f"the prompt {what}; at least one token is needed")
         if params.truncate_prompt_tokens is not None:
             keep = params.truncate_prompt_tokens
-            ids = prompt.token_ids = ids[-(self._room if keep == -1 else keep) :]
+            ids = prompt.token_ids = ids[-(self.limits.max_prompt if keep == -1 else keep) :]
         self._check_ids(ids, refuse)
-        if len(ids) >= self.max_model_len:
-            raise refuse(
-                f"the prompt has {len(ids)} tokens, but max_model_len is {self.max_model_len} and at least one output"
-                f" token must fit too: shorten it to {self.max_model_len - 1} tokens or raise max_model_len"
-            )
-        if len(ids) > self.cache_tokens:
-            raise refuse(
-                f"the prompt has {len(ids)} tokens, but the KV cache holds {self.cache_tokens} of one request: shorten"
-                " it or give the cache more blocks (num_gpu_blocks_override, gpu_memory_utilization)"
-            )
+        if (refusal := self.limits.refusal(len(ids))) is not None:
+            raise refuse(refusal)
         self._check_params(params, refuse)
         return prompt
-
-    @property
-    def _room(self) -> int:
-        return min(self.max_model_len - 1, self.cache_tokens)
 
     def _check_ids(self, ids: list[int], refuse: Any) -> None:
         low, high = min(ids), max(ids)

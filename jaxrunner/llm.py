@@ -93,12 +93,14 @@ class LLM:
             eos_token_ids=eos_token_ids,
             enable_prefix_caching=self.config.enable_prefix_caching,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+            max_num_partial_prefills=self.config.max_num_partial_prefills,
+            max_long_partial_prefills=self.config.max_long_partial_prefills,
+            scheduling_policy=self.config.scheduling_policy,
         )
         self.inputs = InputProcessor(
             self.model.tokenizer,
             model_config.vocab_size,
-            runner_config.max_model_len,
-            kv_cache_config.max_request_tokens,
+            self.engine.scheduler.limits,
             eos_token_ids,
         )
         recommended = self.model.generation_config if generation_config == "auto" else {}

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from jaxrunner import field_checks as checks
 from jaxrunner.config import SHARED_RULES, RunnerConfig, Warmup
+from jaxrunner.scheduler import POLICIES, Policy, check_partial_prefills
 
 LONGEST_DEFAULT = 8192  # tokens of a request, where neither the user nor the model asks for less
 
@@ -20,6 +21,9 @@ _RULES = SHARED_RULES | {
     "num_gpu_blocks_override": checks.NUM_BLOCKS,
     "enable_prefix_caching": checks.BOOLEAN,
     "long_prefill_token_threshold": checks.integer(0),
+    "max_num_partial_prefills": checks.integer(0),
+    "max_long_partial_prefills": checks.integer(0),
+    "scheduling_policy": checks.one_of(*POLICIES),
     "warmup": checks.buckets_or("auto", "all", "lazy"),
 }
 
@@ -38,6 +42,10 @@ class LLMConfig:
         cpu_cache_bytes: the KV cache's size at most on a device that states no limit.
         enable_prefix_caching: prompts share the blocks of a common beginning.
         long_prefill_token_threshold: tokens of one prompt a step at most; 0: no such limit.
+        max_num_partial_prefills: prompts that may be computed in part at the same time; 0: no such limit.
+        max_long_partial_prefills: the same of prompts longer than ``long_prefill_token_threshold``; shorter ones
+            overtake those that wait for it. 0: no such limit.
+        scheduling_policy: "fcfs" (first come, first served) or "priority" (lowest ``priority`` first).
         seed: of the engine; a request without a seed derives one from it and from its request id.
         token_buckets, logits_buckets: padded sizes of a step. None: on CPU, where compiling takes seconds a size and a
             step is cheap, a few far apart; powers of two elsewhere.
@@ -60,6 +68,9 @@ class LLMConfig:
     cpu_cache_bytes: int = 1 << 30
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0
+    max_num_partial_prefills: int = 0
+    max_long_partial_prefills: int = 0
+    scheduling_policy: Policy = "fcfs"
     seed: int = 0
     token_buckets: tuple[int, ...] | None = None
     logits_buckets: tuple[int, ...] | None = None
@@ -70,6 +81,9 @@ class LLMConfig:
 
     def __post_init__(self) -> None:
         checks.check_fields(self, _RULES)
+        check_partial_prefills(
+            self.max_num_partial_prefills, self.max_long_partial_prefills, self.long_prefill_token_threshold
+        )
         seqs, budget = self.max_num_seqs, self.max_num_batched_tokens
         if seqs is not None and budget is not None and budget < seqs:
             raise ValueError(

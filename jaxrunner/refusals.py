@@ -21,7 +21,6 @@ _SAMPLING = {
     "extra_args": lambda p: bool(p.extra_args),
     "flat_logprobs": lambda p: p.flat_logprobs,
     "logprob_token_ids": lambda p: p.logprob_token_ids is not None,
-    "skip_reading_prefix_cache": lambda p: p.skip_reading_prefix_cache is not None,
     "thinking_token_budget": lambda p: p.thinking_token_budget is not None,
     "repetition_detection": lambda p: p.repetition_detection is not None,
 }
@@ -37,8 +36,6 @@ def refuse_unserved(so: SchedulerOutput) -> None:
     """Raises ValueError for a field of the scheduler's plan that the runner does not serve yet."""
     used = {
         "scheduled_spec_decode_tokens": any(map(len, so.scheduled_spec_decode_tokens.values())),
-        "block_copies": any(map(len, so.block_copies)),
-        "new_block_ids_to_zero": any(map(len, so.new_block_ids_to_zero)),
         "scheduled_encoder_inputs": bool(so.scheduled_encoder_inputs),
         "free_encoder_mm_hashes": bool(so.free_encoder_mm_hashes),
         "grammar_bitmask": so.grammar_bitmask is not None,

@@ -19,6 +19,7 @@ from jaxrunner.batch import (
     record_sampled,
     update_states,
 )
+from jaxrunner.block_edits import block_edits
 from jaxrunner.compilation_cache import use_compilation_cache
 from jaxrunner.config import RunnerConfig
 from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, Compiled, StepExecutables
@@ -199,10 +200,14 @@ class ModelRunner:
         if self._pending is not None:
             raise RuntimeError("the previous step is pending: call its result() before the next submit")
         refuse_unserved(scheduler_output)
+        edits = block_edits(scheduler_output, len(self.functions.groups), self.num_blocks)
         clock = time.perf_counter
         start = clock()
         update_states(self.batch, scheduler_output, check=self.config.validate)
         updated = clock()
+        for edit in edits:
+            run = self.executables.edit_blocks(edit.group)
+            self.kv_caches = run(self.kv_caches, edit.sources, edit.targets, edit.clear)
         if not self.batch.num_reqs:
             return Pending(self, None, None, _result=ModelRunnerOutput())
         inputs = prepare_inputs(self.batch, scheduler_output, self.shapes, buffers=self._buffers)

@@ -251,7 +251,9 @@ class KVCacheManager:
             held.update(self.holds.owned(group))
             for request, blocks in self._blocks.items():
                 if len(set(blocks[group])) != len(blocks[group]):
-                    raise RuntimeError(f"request {request.request_id!r} holds a block twice in group {group}: {blocks[group]}")
+                    raise RuntimeError(
+                        f"request {request.request_id!r} holds a block twice in group {group}: {blocks[group]}"
+                    )
             try:
                 pool.check_accounting(held)
             except RuntimeError as error:

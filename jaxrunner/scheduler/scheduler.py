@@ -323,11 +323,11 @@ class Scheduler:
 
     def _leave_queue(self, request: Request) -> None:
         """A request that doesn't run ends: it waits in the queue, or for its leader."""
-        parked = self._parked.get(request.leader, ()) if request.leader is not None else ()
-        if request in parked:
-            parked.remove(request)
-            if not parked:
-                del self._parked[request.leader]
+        leader = request.leader
+        if leader is not None and request in self._parked.get(leader, ()):
+            self._parked[leader].remove(request)
+            if not self._parked[leader]:
+                del self._parked[leader]
         else:
             self.waiting.remove(request)
             self.manager.holds.leave(request)

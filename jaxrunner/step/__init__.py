@@ -7,6 +7,7 @@
 Imports nothing of ``jaxrunner.batch``; the two meet in ``jaxrunner.runner`` only.
 """
 
+from jaxrunner.step.edit_blocks import edit_blocks
 from jaxrunner.step.functions import CacheGroup, HeadInputs, StepFunctions
 from jaxrunner.step.inputs import StepArrays, unpack
 from jaxrunner.step.noise import gumbel_noise, murmur3
@@ -20,6 +21,7 @@ __all__ = [
     "SamplingState",
     "StepArrays",
     "StepFunctions",
+    "edit_blocks",
     "enter_requests",
     "filter_logits",
     "gumbel_noise",

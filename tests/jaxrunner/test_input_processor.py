@@ -10,13 +10,14 @@ from jaxrunner.input_processor import (
     split_conversations,
     split_prompts,
 )
+from jaxrunner.request_limits import RequestLimits
 from jaxrunner.sampling_params import SamplingParams
 from models.tokenizer import Tokenizer
 from tests.jaxrunner.chain import byte_level_tokenizer, word_tokenizer
 
 WORDS = ["<unk>", "a", "b", "c", "d"]
 TOKENIZER = Tokenizer(word_tokenizer(WORDS), {}, templates={"default": "{{ messages[0].content }} d"})
-INPUTS = InputProcessor(TOKENIZER, vocab_size=5, max_model_len=8, cache_tokens=100, eos_token_ids=(4,))
+INPUTS = InputProcessor(TOKENIZER, vocab_size=5, limits=RequestLimits(8, 100), eos_token_ids=(4,))
 PARAMS = SamplingParams()
 
 
@@ -116,14 +117,14 @@ def test_the_longest_prompt_leaves_room_for_one_token():
 
 
 def test_a_prompt_longer_than_the_cache_is_refused():
-    inputs = InputProcessor(TOKENIZER, vocab_size=5, max_model_len=100, cache_tokens=6)
+    inputs = InputProcessor(TOKENIZER, vocab_size=5, limits=RequestLimits(100, 6))
     assert len(inputs.process([1] * 6, PARAMS).token_ids) == 6
     with pytest.raises(RefusedPrompt, match="KV cache holds 6.*num_gpu_blocks_override"):
         inputs.process([1] * 7, PARAMS)
 
 
 def test_too_many_stop_tokens_for_min_tokens():
-    inputs = InputProcessor(None, vocab_size=100, max_model_len=8, cache_tokens=100, eos_token_ids=(99,))
+    inputs = InputProcessor(None, vocab_size=100, limits=RequestLimits(8, 100), eos_token_ids=(99,))
     inputs.process([1], SamplingParams(stop_token_ids=range(40), detokenize=False))
     with pytest.raises(RefusedPrompt, match="32 stop token ids at most, not 33"):
         inputs.process([1], SamplingParams(stop_token_ids=range(32), min_tokens=1, detokenize=False))
@@ -141,7 +142,7 @@ def test_the_refusal_carries_what_is_known_of_the_prompt():
 
 
 def test_without_a_tokenizer_prompts_are_ids():
-    inputs = InputProcessor(None, vocab_size=5, max_model_len=8, cache_tokens=100)
+    inputs = InputProcessor(None, vocab_size=5, limits=RequestLimits(8, 100))
     with pytest.raises(RefusedPrompt, match="no tokenizer: give the prompt as token ids"):
         inputs.process("a", PARAMS)
     with pytest.raises(RefusedPrompt, match="detokenize=False"):
@@ -169,7 +170,7 @@ def test_the_template_writes_bos_and_the_tokenizer_adds_none():
 
     backend.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", bos)])
     tokenizer = Tokenizer(backend, {"bos_token": "<s>"}, templates={"default": "{{ bos_token }}hi"})
-    inputs = InputProcessor(tokenizer, vocab_size=257, max_model_len=8, cache_tokens=100)
+    inputs = InputProcessor(tokenizer, vocab_size=257, limits=RequestLimits(8, 100))
     assert inputs.process("hi", PARAMS).token_ids.count(bos) == 1
     chat = inputs.process_chat([{"role": "user", "content": "x"}], PARAMS, {})
     assert chat.token_ids == inputs.process("hi", PARAMS).token_ids

@@ -146,3 +146,18 @@ def test_salted_prompts_share_with_their_own_kind_only(roomy):
         return roomy.generate([salted], GREEDY, use_tqdm=False)[0].num_cached_tokens
 
     assert [cached(salt) for salt in ("a", "b", None, "a")] == [0, 0, 0, 32]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [1, 9, 22, 24])
+def test_sequences_of_one_prompt_share_it_and_equal_requests_of_their_own(model, roomy, caching, length):
+    llm = LLM(model, enable_prefix_caching=caching, num_gpu_blocks_override=60, **OPTIONS)
+    one = prompt(length)
+    several = SamplingParams(n=5, seed=3, max_tokens=6, ignore_eos=True, detokenize=False)
+    tokens_before = llm.engine.scheduler.manager.stats.branched
+    (output,) = llm.generate([one], several, use_tqdm=False)
+    assert llm.engine.scheduler.manager.stats.branched - tokens_before == 4 * (length - 1)
+    assert llm.engine.scheduler.manager.num_free_blocks == 59
+    roomy.reset_prefix_cache()
+    each = [SamplingParams(seed=3 + i, max_tokens=6, ignore_eos=True, detokenize=False) for i in range(5)]
+    assert [c.token_ids for c in output.outputs] == tokens(roomy, [one] * 5, each)

@@ -188,8 +188,6 @@ def test_unserved_request_fields_are_refused_by_name(runner: ModelRunner, change
     ("field", "value"),
     [
         ("scheduled_spec_decode_tokens", {"x": [1]}),
-        ("block_copies", [[(1, 2)]]),
-        ("new_block_ids_to_zero", [[3]]),
         ("scheduled_encoder_inputs", {"x": [0]}),
         ("free_encoder_mm_hashes", ["h"]),
         ("grammar_bitmask", np.zeros(1)),

@@ -57,7 +57,9 @@ class FakeRunner:
     def step(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self._take_differences(output)
         for memory, copies in zip(self.memory, output.block_copies, strict=False):
-            read = {target: [memory.get((source, i)) for i in range(max(self.block_sizes))] for source, target in copies}
+            read = {
+                target: [memory.get((source, i)) for i in range(max(self.block_sizes))] for source, target in copies
+            }
             assert len(read) == len(copies), "a block is the target of two copies"
             for target, cells in read.items():
                 memory |= {(target, i): cell for i, cell in enumerate(cells) if cell is not None}

@@ -24,9 +24,7 @@ def test_length_limit_of_the_pool():
     """Five blocks of four: 20 tokens fit, and the last token sampled needs no room."""
     work = Workload(num_blocks=6)
     assert work.scheduler.max_model_len == 21
-    with pytest.raises(
-        ValueError, match="'a': .* 21 tokens, but the KV cache holds 20 of one request"
-    ):
+    with pytest.raises(ValueError, match="'a': .* 21 tokens, but the KV cache holds 20 of one request"):
         work.add("a", [1] * 21)
     for name, prompt in [("a", 20), ("b", 19), ("c", 3)]:
         work.add(name, [1] * prompt, max_tokens=None, ignore_eos=True)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.jaxrunner.scheduler.workload import Workload
 
 NAMES = st.sampled_from("abcdefghijkl")
+SEQUENCES = st.one_of(NAMES, NAMES.map("1_{}".format))
 PREFIXES = [[], [1] * 9, [1] * 4 + [2] * 20, [3] * 16]
 
 
@@ -53,11 +54,14 @@ class AnyOrder(RuleBasedStateMachine):
             self.work.add_sequences(names, prompt, **params)
 
     @precondition(lambda self: self.work.scheduler.has_requests())
-    @rule(abort_between=st.lists(st.one_of(NAMES, NAMES.map("1_{}".format)), max_size=1), reset_between=st.sampled_from([False, False, False, True]))
+    @rule(
+        abort_between=st.lists(st.one_of(NAMES, NAMES.map("1_{}".format)), max_size=1),
+        reset_between=st.sampled_from([False, False, False, True]),
+    )
     def step(self, abort_between, reset_between):
         self.work.step(abort_between, reset_between)
 
-    @rule(name=st.one_of(NAMES, NAMES.map("1_{}".format)))
+    @rule(name=SEQUENCES)
     def abort(self, name):
         self.work.abort(name)
         self.work.check()
