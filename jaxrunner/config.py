@@ -22,6 +22,7 @@ SHARED_RULES = {
     "attention": checks.TEXT,
     "check_invariants": checks.BOOLEAN,
     "compilation_cache": checks.CACHE_FOLDER,
+    "trace": checks.or_none(checks.FILE),
 }
 _RULES = SHARED_RULES | {
     "max_model_len": checks.integer(1),
@@ -54,6 +55,7 @@ class RunnerConfig:
         seed: of the engine; requests without a seed derive theirs from it.
         compilation_cache: folder in which compiled programs are kept between runs; None: the user's cache folder;
             False: nowhere.
+        trace: file to which a record of every step is written (``jaxrunner.trace``); None: nowhere.
 
     Raises:
         ValueError: a value of a wrong type or out of range, or two that contradict each other.
@@ -74,6 +76,7 @@ class RunnerConfig:
     gpu_memory_utilization: float = 0.9
     cpu_cache_bytes: int = 1 << 30
     compilation_cache: Path | str | Literal[False] | None = None
+    trace: Path | str | None = None
 
     def __post_init__(self) -> None:
         checks.check_fields(self, _RULES)

@@ -64,3 +64,4 @@ NUM_BLOCKS = or_none(Rule(integer(2).holds, "an integer of at least 2 (one block
 CACHE_FOLDER = Rule(
     lambda value: value is None or value is False or isinstance(value, str | Path), "a folder, None or False"
 )
+FILE = Rule(lambda value: isinstance(value, str | Path), "a file")

@@ -54,6 +54,7 @@ class LLMConfig:
         attention: name of an attention implementation, or "auto".
         check_invariants: check the eight invariants before every step.
         compilation_cache: folder for compiled programs; None: one in the user's cache folder; False: none.
+        trace: file to which a record of every step is written; None: no record.
 
     Raises:
         ValueError: a value of a wrong type or out of range, before any model is loaded.
@@ -78,6 +79,7 @@ class LLMConfig:
     attention: str = "auto"
     check_invariants: bool = False
     compilation_cache: Path | str | Literal[False] | None = None
+    trace: Path | str | None = None
 
     def __post_init__(self) -> None:
         checks.check_fields(self, _RULES)
@@ -132,6 +134,7 @@ class LLMConfig:
             gpu_memory_utilization=self.gpu_memory_utilization,
             cpu_cache_bytes=self.cpu_cache_bytes,
             compilation_cache=self.compilation_cache,
+            trace=self.trace,
         )
 
 

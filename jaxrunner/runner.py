@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.refusals import refuse_unserved
 from jaxrunner.sampling_columns import RECORD_WORDS
 from jaxrunner.step import CacheGroup, DeviceState, StepFunctions, init_state
+from jaxrunner.trace.encode import Geometry, StepRecord
+from jaxrunner.trace.recorder import Recorder, StepRecorder
 from models import Decoder, split
 from pallas_kernels import GroupSpec, KVCache, choose_attention
 
@@ -58,6 +61,7 @@ class Pending:
     _inputs: StepInputs | None
     _sampled: jax.Array | None
     _logits: jax.Array | None = None
+    _record: StepRecord | None = None
     _result: ModelRunnerOutput | None = field(default=None)
 
     def result(self) -> ModelRunnerOutput:
@@ -80,6 +84,7 @@ class ModelRunner:
         kv_caches, state: on the device; donated to every step.
         attention_choice: why which attention implementation was taken, a line each.
         times: where the time went.
+        recorder: writes the trace, if ``config.trace`` asks for one; its ``close`` ends the file.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class ModelRunner:
         self.executables = self._executables(self.kv_caches)
         self._buffers = self._new_buffers()
         self._pending: Pending | None = None
+        self.recorder: Recorder | None = self._new_recorder()
         self.times = SegmentTimes()
         self.warm_up(on_compiled)
 
@@ -138,6 +144,21 @@ class ModelRunner:
             eos_token_ids=self._eos_token_ids,
             seed=config.seed,
         )
+
+    def _new_recorder(self) -> StepRecorder | None:
+        if self.config.trace is None:
+            return None
+        about = {
+            "config": {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self.config).items()},
+            "model": {
+                "architecture": self.model_config.architecture,
+                "num_layers": self.model_config.num_layers,
+                "dtype": str(self._cache_dtype),
+            },
+            "device": jax.devices()[0].device_kind,
+            "attention": self.attention_choice,
+        }
+        return StepRecorder(self.config.trace, Geometry.of(self.batch), about)
 
     def _new_state(self) -> DeviceState:
         return init_state(self.config.max_num_reqs, self.batch.block_table.widths)
@@ -156,6 +177,8 @@ class ModelRunner:
         except RuntimeError:  # the failed step consumed them, or its own failure shows up here
             pass
         self._pending = None
+        if self.recorder is not None:
+            self.recorder.reset()
         self.batch, self._buffers = self._new_batch(), self._new_buffers()
         self.state = self._new_state()
         self.kv_caches = ()  # makes room for the new ones
@@ -208,18 +231,30 @@ class ModelRunner:
         for edit in edits:
             run = self.executables.edit_blocks(edit.group)
             self.kv_caches = run(self.kv_caches, edit.sources, edit.targets, edit.clear)
+        recorder = self.recorder
         if not self.batch.num_reqs:
+            if recorder is not None:
+                recorder.finish(recorder.begin(scheduler_output, None), [], {"update": updated - start})
             return Pending(self, None, None, _result=ModelRunnerOutput())
         inputs = prepare_inputs(self.batch, scheduler_output, self.shapes, buffers=self._buffers)
         if self.config.check_invariants:
             check_invariants(self.batch, scheduler_output, inputs)
         prepared = clock()
+        record = None if recorder is None else recorder.begin(scheduler_output, inputs)
+        dispatching = clock()
         sampled, logits = self._dispatch(inputs, return_logits)
-        self._pending = Pending(self, inputs, sampled, logits)
+        dispatched = clock()
+        self._pending = Pending(self, inputs, sampled, logits, record)
         times = self.times
         times.update += updated - start
         times.prepare += prepared - updated
-        times.dispatch += clock() - prepared
+        times.dispatch += dispatched - dispatching
+        if record is not None:
+            record.segments = {
+                "update": updated - start,
+                "prepare": prepared - updated,
+                "dispatch": dispatched - dispatching,
+            }
         return self._pending
 
     def _dispatch(self, inputs: StepInputs, return_logits: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -264,7 +299,11 @@ class ModelRunner:
         times = self.times
         times.steps += 1
         times.wait += arrived - start
-        times.record += clock() - arrived
+        recorded = clock()
+        times.record += recorded - arrived
+        if self.recorder is not None and (record := pending._record) is not None:
+            segments = {"wait": arrived - start, "record": recorded - arrived}
+            self.recorder.finish(record, tokens, record.segments | segments)
         logits: Any = None
         if pending._logits is not None:
             logits = np.asarray(pending._logits)[: inputs.num_logits]

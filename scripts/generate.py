@@ -73,6 +73,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     engine.add_argument("--no-prefix-caching", action="store_true", help="compute common beginnings of prompts anew")
     engine.add_argument("--attention", default="auto", help="name of an attention implementation (default: auto)")
     engine.add_argument("--check-invariants", action="store_true", help="check every step before it runs (slower)")
+    engine.add_argument("--trace", metavar="FILE", help="record every step here; look at it with scripts/trace.py")
     return parser.parse_args(arguments)
 
 
@@ -172,6 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
             block_size=options.block_size,
             num_gpu_blocks_override=options.num_blocks,
             enable_prefix_caching=not options.no_prefix_caching,
+            trace=options.trace,
             attention=options.attention,
             check_invariants=options.check_invariants,
         )

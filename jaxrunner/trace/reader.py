@@ -1,0 +1,82 @@
+"""Reading a trace back, line by line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxrunner.trace.encode import Geometry
+from jaxrunner.trace.format import FORMAT, VERSION
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace on disk: its header, and its lines when they are asked for.
+
+    Attributes:
+        header: see ``jaxrunner.trace.format``.
+        geometry: of the batch.
+    """
+
+    path: Path
+    header: Line
+    geometry: Geometry
+
+    def lines(self) -> Iterator[Line]:
+        """Every line after the header: steps, and events.
+
+        Raises:
+            ValueError: a line is no JSON; the message names it. A last line that was cut off counts too.
+        """
+        with self.path.open(encoding="utf-8") as file:
+            next(file)
+            for number, text in enumerate(file, 2):
+                yield _parse(self.path, number, text)
+
+    def steps(self) -> Iterator[Line]:
+        """The lines that are steps."""
+        return (line for line in self.lines() if "event" not in line)
+
+    def step(self, number: int) -> Line:
+        """The step of that number; ValueError if there is none."""
+        last = -1
+        for line in self.steps():
+            last = line["step"]
+            if last == number:
+                return line
+        raise ValueError(f"{self.path} has steps 0 to {last}, there is no step {number}")
+
+
+def open_trace(path: str | Path) -> Trace:
+    """Opens a trace and reads its header.
+
+    Raises:
+        ValueError: the file is missing, empty, no trace, or of another version.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no trace {path}: record one with --trace {path}")
+    with path.open(encoding="utf-8") as file:
+        header = _parse(path, 1, file.readline())
+    if header.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is no trace: its first line must say format {FORMAT!r}, it says {header.get('format')!r}"
+        )
+    if header.get("version") != VERSION:
+        raise ValueError(f"{path} is a trace of version {header.get('version')!r}, this reader takes {VERSION}")
+    return Trace(path, header, Geometry.from_json(header["geometry"]))
+
+
+def _parse(path: Path, number: int, text: str) -> Line:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number} is no JSON ({error}): was the run that wrote it cut off?") from None
+    if not isinstance(line, dict):
+        raise ValueError(f"{path}, line {number} must be a JSON object, got {text[:60]!r}")
+    return line

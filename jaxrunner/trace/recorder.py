@@ -1,0 +1,130 @@
+"""Recording steps. The step thread copies the packed buffer and little else; another thread writes the lines."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from jaxrunner.batch import StepInputs
+from jaxrunner.protocol import SchedulerOutput
+from jaxrunner.trace.encode import Encoder, Geometry, StepRecord
+from jaxrunner.trace.format import FORMAT, VERSION, commit, versions
+from jaxrunner.trace.plan_json import snapshot
+
+_RESET, _END = object(), object()
+
+
+class Recorder(ABC):
+    """What a runner tells of its steps. A subclass says what becomes of a finished record."""
+
+    def begin(self, scheduler_output: SchedulerOutput, inputs: StepInputs | None, mode: str = "") -> StepRecord:
+        """To be called when the upload is packed and before the step reads it. inputs: None if nothing is scheduled."""
+        record = StepRecord(snapshot(scheduler_output), mode)
+        if inputs is not None:
+            record.live, record.buffer = inputs.buffer, inputs.buffer.copy()
+            record.layout, record.shape = inputs.layout, inputs.shape
+            record.req_ids, record.overflow = inputs.req_ids, inputs.overflow
+        return record
+
+    def finish(self, record: StepRecord, sampled: list[list[int]], segments: dict[str, float]) -> None:
+        """To be called when the step's tokens are on the host."""
+        if record.live is not None and record.buffer is not None:
+            record.intact = bool(np.array_equal(record.live, record.buffer))
+            record.live = None  # the ring writes it again
+        record.sampled, record.segments = sampled, segments
+        self._take(record)
+
+    @abstractmethod
+    def reset(self) -> None:
+        """The runner forgot all requests."""
+
+    @abstractmethod
+    def _take(self, record: StepRecord) -> None: ...
+
+
+class MemoryRecorder(Recorder):
+    """Keeps the lines in ``lines``: for a replay, and for short runs."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._encoder = Encoder(geometry)
+
+    def reset(self) -> None:
+        self._encoder.reset()
+        self.lines.append({"event": "reset"})
+
+    def _take(self, record: StepRecord) -> None:
+        self.lines.append(self._encoder.line(record))
+
+
+class StepRecorder(Recorder):
+    """Writes a trace of a runner's steps to a file, on a thread of its own.
+
+    Args:
+        path: the file; it is written anew.
+        geometry: of the batch.
+        about: more for the header: config, model, device.
+
+    Attributes:
+        close: ends the file, once all is written; may be called any number of times.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, geometry: Geometry, about: Mapping[str, Any] | None = None) -> None:
+        self.path = Path(path)
+        file = self.path.open("w", encoding="utf-8", buffering=1 << 16)
+        header = {"format": FORMAT, "version": VERSION, "geometry": geometry.as_json(), "config": {}, "model": None}
+        header |= {"device": None, **(about or {}), "versions": versions(), "commit": commit()}
+        file.write(json.dumps(header) + "\n")
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._failure: list[BaseException] = []
+        # A daemon, and no reference to self: a recorder that is dropped, or left open at exit, still ends its file.
+        self._thread = threading.Thread(
+            target=_write, args=(self._queue, Encoder(geometry), file, self._failure), name="trace", daemon=True
+        )
+        self._thread.start()
+        self.close = weakref.finalize(self, _end, self._queue, self._thread)
+
+    def begin(self, scheduler_output: SchedulerOutput, inputs: StepInputs | None, mode: str = "") -> StepRecord:
+        if self._failure:
+            raise RuntimeError(f"the trace {self.path} could not be written: {self._failure[0]}") from self._failure[0]
+        return super().begin(scheduler_output, inputs, mode)
+
+    def reset(self) -> None:
+        self._queue.put(_RESET)
+
+    def _take(self, record: StepRecord) -> None:
+        self._queue.put(record)
+
+
+def _write(records: queue.SimpleQueue[Any], encoder: Encoder, file: IO[str], failure: list[BaseException]) -> None:
+    with file:
+        while (record := records.get()) is not _END:
+            if failure:
+                continue
+            try:
+                if record is _RESET:
+                    encoder.reset()
+                    line: dict[str, Any] = {"event": "reset"}
+                else:
+                    line = encoder.line(record)
+                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+                if records.empty():
+                    file.flush()
+            except BaseException as error:  # told to the step thread at its next step
+                failure.append(error)
+
+
+def _end(records: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    records.put(_END)
+    thread.join()

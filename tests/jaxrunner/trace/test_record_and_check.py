@@ -1,0 +1,182 @@
+"""Recording without a model: what a line holds, that a clean trace checks clean, and that it replays bit for bit."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrunner.trace import (
+    HostStepper,
+    TraceChecker,
+    check_trace,
+    diff_traces,
+    open_trace,
+    replay,
+    run_experiment,
+    stops,
+)
+from jaxrunner.trace.experiment import HostRunner
+from jaxrunner.trace.symptoms import SYMPTOMS
+from jaxrunner.trace.tables import request_table, step_tables
+from tests.jaxrunner.trace.traffic import geometry, run_traffic
+
+
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    run_traffic(path, num_requests=30)
+    return path
+
+
+def test_the_traffic_has_what_it_is_meant_to_have(traffic: Path):
+    steps = list(open_trace(traffic).steps())
+    assert any(line["plan"]["preempted_req_ids"] for line in steps)
+    assert any(line["plan"]["cached"]["resumed_req_ids"] for line in steps)
+    assert any(d["num_computed_tokens"] for line in steps for d in line["plan"]["new"])
+    assert any(any(line.get("discard", ())) for line in steps)
+    assert [line["step"] for line in steps] == list(range(len(steps)))
+
+
+def test_a_clean_trace_reports_nothing(traffic: Path):
+    trace = open_trace(traffic)
+    assert check_trace(trace.lines(), trace.geometry) is None
+
+
+def test_the_experiment_of_the_first_document(tmp_path: Path):
+    run_experiment(tmp_path / "e.jsonl")
+    line = open_trace(tmp_path / "e.jsonl").step(2)
+    assert line["req_ids"] == ["A", "B"]
+    assert (line["scheduled"], line["computed"]) == ([1, 3], [8, 0])
+    assert line["query_start_loc"] == [0, 1, 4]
+    assert line["positions"] == [8, 0, 1, 2]
+    assert line["seq_lens"] == [9, 3]
+    assert line["logits_indices"][:2] == [0, 3]
+    assert line["discard"] == [False, True]
+    rows = line["block_rows"][0]
+    assert line["slot_mapping"] == [[rows[0][2] * 4, *(rows[1][0] * 4 + i for i in range(3))]]
+
+
+def test_a_replay_gives_the_same_arrays(traffic: Path):
+    trace = open_trace(traffic)
+    steps, difference = replay(trace.lines(), HostStepper(trace.geometry))
+    assert difference is None and steps == len(list(trace.steps()))
+
+
+@pytest.mark.parametrize("field", ["token_ids", "slot_mapping", "block_rows", "computed", "logits_indices"])
+def test_a_planted_cell_is_found_and_named(traffic: Path, field: str):
+    trace = open_trace(traffic)
+    lines = list(trace.lines())
+    target = next(n for n, line in enumerate(lines) if n > 10 and len(line["req_ids"]) > 1 and any(line["sampled"]))
+    values, cell = lines[target][field], ""
+    while isinstance(values[-1], list):
+        values, cell = next((v, f"{cell}[{i}]") for i, v in enumerate(values) if v)
+    values[0] += 1
+    _, difference = replay(lines, HostStepper(trace.geometry))
+    assert difference is not None
+    assert (difference.step, difference.field, difference.cell) == (target, field, f"{cell}[0]")
+    assert difference.recorded == difference.again + 1
+    assert check_trace(lines, trace.geometry).step == target
+
+
+def test_a_planted_sample_shows_where_it_is_fed_back(traffic: Path):
+    trace = open_trace(traffic)
+    lines = list(trace.lines())
+    target = next(n for n, line in enumerate(lines) if line["sampled"] and line["sampled"][0]
+                  and line["req_ids"][0] in lines[n + 1]["req_ids"])  # fmt: skip
+    req_id = lines[target]["req_ids"][0]
+    lines[target]["sampled"][0][0] += 1
+    finding = check_trace(lines, trace.geometry)
+    assert (finding.step, finding.req_id, finding.symptom.name) == (target + 1, req_id, "stale_tokens")
+    _, difference = replay(lines, HostStepper(trace.geometry))
+    assert (difference.step, difference.field) == (target + 1, "token_ids")
+
+
+def test_diff_sees_no_difference_in_another_order_of_rows(traffic: Path, tmp_path: Path):
+    class Reordering(HostRunner):
+        def settle(self, plan):
+            super().settle(plan)
+            if self.batch.num_reqs > 1:
+                self.batch.swap_states(0, self.batch.num_reqs - 1)
+                counts = self.batch.num_scheduled, self.batch.num_computed
+                for column in counts:  # by row; an attention implementation's reorder comes before they are taken
+                    column[[0, self.batch.num_reqs - 1]] = column[[self.batch.num_reqs - 1, 0]]
+                self.batch.refresh_metadata()
+
+    other = tmp_path / "other.jsonl"
+    run_traffic(other, num_requests=30, make_runner=Reordering)
+    a, b = open_trace(traffic), open_trace(other)
+    assert any(x["req_ids"] != y["req_ids"] for x, y in zip(a.steps(), b.steps(), strict=True))
+    assert check_trace(b.lines(), b.geometry) is None
+    assert diff_traces(a.lines(), b.lines()) is None
+
+
+def test_diff_names_request_field_and_cell(traffic: Path, tmp_path: Path):
+    a = open_trace(traffic)
+    lines = list(a.lines())
+    target = next(n for n, line in enumerate(lines) if len(line["req_ids"]) > 2)
+    line = lines[target]
+    at = line["query_start_loc"][1]
+    line["token_ids"][at] += 1
+    difference = diff_traces(a.lines(), lines)
+    assert (difference.step, difference.req_id) == (target, line["req_ids"][1])
+    assert (difference.field, difference.cell) == ("token_ids", "[0]")
+    shorter = diff_traces(a.lines(), list(a.lines())[:-1])
+    assert shorter.field == "trace"
+
+
+def test_what_is_shown_of_a_step(traffic: Path):
+    trace = open_trace(traffic)
+    line = next(line for line in trace.steps() if len(line["req_ids"]) > 1 and line["num_tokens"] > 4)
+    rows, tokens = step_tables(line, trace.geometry)
+    assert rows.row_count == len(line["req_ids"]) and tokens.row_count == line["bucket"]["tokens"]
+    life = request_table(trace.lines(), "r3")
+    assert life.row_count
+    with pytest.raises(ValueError, match="'nobody'"):
+        request_table(trace.lines(), "nobody")
+    found = stops(line, trace.geometry)
+    assert [stop.number for stop in found] == list(range(1, 9))
+    by_hand = found[5].values
+    block, size = line["slot_mapping"][0][by_hand["token"]] // 4, 4
+    assert by_hand["slot"] == block * size + by_hand["position"] % size
+
+
+def test_a_broken_trace_is_refused_with_its_line(tmp_path: Path, traffic: Path):
+    with pytest.raises(ValueError, match="there is no trace"):
+        open_trace(tmp_path / "missing.jsonl")
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"format": "something"}\n')
+    with pytest.raises(ValueError, match="is no trace"):
+        open_trace(other)
+    cut = tmp_path / "cut.jsonl"
+    text = traffic.read_text()
+    cut.write_text(text[: text.index("\n", len(text) // 2) + 50])
+    with pytest.raises(ValueError, match=r"line \d+ is no JSON"):
+        list(open_trace(cut).lines())
+    with pytest.raises(ValueError, match="there is no step 100000"):
+        open_trace(traffic).step(100000)
+
+
+def test_the_header_says_what_was_run(traffic: Path):
+    header = json.loads(traffic.read_text().split("\n", 1)[0])
+    assert header["geometry"]["block_sizes"] == [4] and "numpy" in header["versions"]
+
+
+def test_a_recorder_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    runner = HostRunner(tmp_path / "t.jsonl", geometry())
+    monkeypatch.setattr("jaxrunner.trace.encode.plan_to_json", lambda plan: 1 / 0)
+    with pytest.raises(RuntimeError, match="could not be written"):
+        from jaxrunner.protocol import SchedulerOutput
+
+        for _ in range(1000):
+            runner.step(SchedulerOutput())
+            runner.recorder._thread.join(0.001)
+    runner.recorder.close()
+
+
+def test_long_rows_are_cut_and_still_checked(tmp_path: Path):
+    run_traffic(tmp_path / "t.jsonl", 1, num_blocks=200, max_num_reqs=1, budget=64, max_model_len=600)
+    trace = open_trace(tmp_path / "t.jsonl")
+    assert check_trace(trace.lines(), trace.geometry) is None
+    assert np.all([stop.stop in range(1, 9) for stop in SYMPTOMS.values()])
+    assert TraceChecker(trace.geometry).check({"event": "reset"}) is None

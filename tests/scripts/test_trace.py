@@ -1,0 +1,61 @@
+"""The trace command, from recording to finding a planted fault."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import trace as command
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "trace.py"
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    path = tmp_path / "t.jsonl"
+    assert command.main(["experiment", "--keep", str(path)]) == 0
+    capsys.readouterr()
+    return path
+
+
+def test_the_experiment_prints_its_arrays(capsys: pytest.CaptureFixture[str]):
+    assert command.main(["experiment", "--json"]) == 0
+    steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert list(steps[0])[1:] == list(command.EXPERIMENT_ARRAYS)
+    step = steps[2]
+    assert step["scheduled"] == [1, 3] and step["positions"] == [8, 0, 1, 2] and step["discard"] == [False, True]
+    assert command.main(["experiment", "--prompts", "A=x"]) == 2
+    assert "--prompts must be like" in capsys.readouterr().err
+
+
+def test_a_clean_trace_passes_every_command(recorded: Path, capsys: pytest.CaptureFixture[str]):
+    for arguments in (["check"], ["replay"], ["show"], ["show", "--step", "2"], ["show", "--request", "B"]):
+        assert command.main([arguments[0], str(recorded), *arguments[1:]]) == 0
+        assert capsys.readouterr().out
+    assert command.main(["diff", str(recorded), str(recorded)]) == 0
+    assert command.main(["stops", str(recorded), "--step", "2"]) == 0
+    assert "slot = block_table[row][position // 4] * 4 + position % 4" in capsys.readouterr().out
+    assert command.main(["symptoms"]) == 0
+
+
+def test_a_planted_fault_is_named_and_told_by_the_exit_status(recorded: Path, capsys: pytest.CaptureFixture[str]):
+    lines = recorded.read_text().splitlines()
+    step = json.loads(lines[4])
+    step["slot_mapping"][0][1] += 1
+    lines[4] = json.dumps(step)
+    recorded.write_text("\n".join(lines) + "\n")
+    assert command.main(["check", str(recorded), "--json"]) == 1
+    finding = json.loads(capsys.readouterr().out)["finding"]
+    assert (finding["step"], finding["req_id"], finding["cell"]) == (3, "B", 1)
+    assert finding["symptom"]["name"] == "wrong_slot"
+    assert command.main(["replay", str(recorded)]) == 1
+    assert "slot_mapping[0][1]" in capsys.readouterr().out
+
+
+def test_it_runs_as_a_script_and_says_what_is_missing(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "check", str(tmp_path / "none.jsonl")], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "there is no trace" in done.stderr
