@@ -64,13 +64,14 @@ def _membership_changed(batch: InputBatch, so: SchedulerOutput) -> bool:
 
 def _settle_rows(batch: InputBatch, so: SchedulerOutput) -> None:
     cached, new = so.scheduled_cached_reqs, so.scheduled_new_reqs
-    for req_id in so.finished_req_ids:
+    # Sorted: the order of a set differs from run to run, and with it which index a later request gets.
+    for req_id in sorted(so.finished_req_ids):
         if req_id in batch.requests:  # an abort may name one that never got here
             batch.remove_request(req_id)
-    for req_id in so.preempted_req_ids:
+    for req_id in sorted(so.preempted_req_ids):
         if req_id in batch.requests:
             batch.preempt(req_id)
-    for req_id in cached.resumed_req_ids:  # preempted and resumed in one step
+    for req_id in sorted(cached.resumed_req_ids):  # preempted and resumed in one step
         batch.preempt(req_id)
 
     # Unscheduled: whoever has a row and is not among the scheduled. Counting finds out whether there is anyone.
