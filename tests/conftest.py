@@ -36,6 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help=f"also run the tests that need {' or '.join(LARGER_MODELS)} (fetches them)",
     )
+    parser.addoption(
+        "--long-schedules",
+        action="store_true",
+        help="run the state machine of the host path for a hundred times as many steps (about half an hour)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

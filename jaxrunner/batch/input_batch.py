@@ -240,7 +240,10 @@ class InputBatch:
         self.reorder(order)
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Row i becomes what row ``order[i]`` was; ``order`` is a permutation of the rows in use."""
+        """Row i becomes what row ``order[i]`` was; ``order`` is a permutation of the rows in use.
+
+        The step's plan goes along, so this may also be called between ``update_states`` and ``prepare_inputs``.
+        """
         n = self.num_reqs
         if sorted(order) != list(range(n)):
             raise ValueError(f"order must be a permutation of 0..{n - 1}, got {list(order)}")
@@ -249,6 +252,10 @@ class InputBatch:
         self.idx_mapping[:n] = indices
         self.row_of_index[indices] = np.arange(n)
         self.req_id_to_index = {req_id: row for row, req_id in enumerate(self.req_ids)}
+        for column in (self.num_scheduled, self.num_computed):
+            column[:n] = column[:n][np.asarray(order, np.intp)]
+        self.scheduled_ids = [r for r in self.scheduled_ids if r in self.req_id_to_index]  # without the aborted
+        self.refresh_metadata()
 
     def _place(self, req_id: str, index: int, row: int) -> None:
         self.req_id_to_index[req_id] = row

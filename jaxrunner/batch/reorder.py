@@ -51,7 +51,4 @@ def reorder_decodes_first(batch: InputBatch, threshold: int = 1) -> bool:
     if order == list(range(n)):
         return False
     batch.reorder(order)
-    for column in (batch.num_scheduled, batch.num_computed):
-        column[:n] = column[:n][order]
-    batch.refresh_metadata()
     return True

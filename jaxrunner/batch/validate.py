@@ -161,8 +161,10 @@ def _check_cached(batch: InputBatch, so: SchedulerOutput) -> None:
     states = [batch.requests[r] for r in cached.req_ids]
     indices = np.fromiter((s.request_index for s in states), np.intp, k)
     known = batch.num_tokens[indices].astype(np.int64)
-    for i in np.flatnonzero(indices == NO_INDEX).tolist():
-        known[i] = _check_returning(batch, so, states[i])
+    if cached.resumed_req_ids:  # some may have an index still, and lose it in this step
+        for i, req_id in enumerate(cached.req_ids):
+            if req_id in cached.resumed_req_ids:
+                known[i] = _check_returning(batch, so, states[i])
     if any(map(len, cached.new_token_ids)):
         known = _check_new_token_ids(batch, so, known)
     if cached.num_output_tokens:
@@ -185,10 +187,10 @@ def _check_cached(batch: InputBatch, so: SchedulerOutput) -> None:
 
 
 def _check_returning(batch: InputBatch, so: SchedulerOutput, state: CachedRequestState) -> int:
-    """How many tokens a request without an index comes back with."""
+    """How many tokens a resumed request comes back with."""
     tokens = so.scheduled_cached_reqs.all_token_ids.get(state.req_id)
     if tokens is None:
-        return len(state.preempted_token_ids) if state.preempted_token_ids is not None else 0
+        return len(batch.token_ids_of(state.req_id))
     if not state.num_prompt_tokens <= len(tokens) <= batch.max_model_len:
         _fail(
             f"request {state.req_id!r}: all_token_ids has {len(tokens)} tokens, expected from its prompt's"
