@@ -167,7 +167,9 @@ class Checker:
         naive, rows = self.naive, self.naive.rows
         requests = [naive.requests[r] for r in rows]
         layout, n, t = inputs.layout, len(rows), so.total_num_scheduled_tokens
-        logits = [end - v.num_logits + j for end, v in zip(_ends(views), views, strict=True) for j in range(v.num_logits)]
+        logits = [
+            end - v.num_logits + j for end, v in zip(_ends(views), views, strict=True) for j in range(v.num_logits)
+        ]
         flags = 0
         for request in requests:
             flags |= request_flags(request)
@@ -210,7 +212,11 @@ class Checker:
             "query_pos": ([j for v in views for j in range(len(v.positions))], 0),
             "positions": ([p for v in views for p in v.positions], 0),
             "token_indices": (
-                [self.indices[r] * stride + p for r, v in zip(self.naive.rows, views, strict=True) for p in v.positions],
+                [
+                    self.indices[r] * stride + p
+                    for r, v in zip(self.naive.rows, views, strict=True)
+                    for p in v.positions
+                ],
                 0,
             ),
         }
@@ -272,4 +278,3 @@ def _ends(views: list[View]) -> list[int]:
 
 def _float32(value: object) -> object:
     return float(np.float32(value)) if isinstance(value, float) else value
-

@@ -126,7 +126,7 @@ class Schedules(RuleBasedStateMachine):
         self.run(then)
 
 
-@pytest.mark.parametrize(("rules", "runs"), [(30, 50), (300, 8)], ids=["short", "several hundred steps"])
+@pytest.mark.parametrize(("rules", "runs"), [(30, 40), (300, 6)], ids=["short", "several hundred steps"])
 def test_any_schedule(rules: int, runs: int, pytestconfig: pytest.Config) -> None:
     """The short ones shrink in seconds; the long ones have time for what piles up."""
     if pytestconfig.getoption("--long-schedules"):
