@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrunner.batch import InputBatch, StepInputs, prepare_inputs, record_sampled, update_states
 from jaxrunner.invariants import check_invariants
-from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
+from jaxrunner.protocol import NewRequestData, SchedulerOutput
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.shapes import StepShapes
 from tests.jaxrunner.batch.naive import Limits, NaiveBatch

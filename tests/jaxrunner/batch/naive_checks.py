@@ -143,7 +143,7 @@ class Checker:
                 same(f"{what}: by id", batch.block_ids_of(req_id, group), blocks)
 
     def check_order(self, so: SchedulerOutput, threshold: int) -> None:
-        """Rows have become decodes, short extends, long extends, prefills; none moved without need. Adopts the order."""
+        """Rows have become decodes, short extends, long extends, prefills; none moved without need."""
         naive, counts = self.naive, so.num_scheduled_tokens
         before = [naive.view(r, counts[r], threshold).region for r in naive.rows]
         same("the same requests", sorted(self.batch.req_ids), sorted(naive.rows))
