@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxrunner.async_llm import AsyncLLM
     from jaxrunner.batch import (
         CachedRequestState,
         InputBatch,
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
         update_states,
     )
     from jaxrunner.config import RunnerConfig
-    from jaxrunner.engine import Engine, StepResult
+    from jaxrunner.engine import Engine, EngineStats, StepResult
     from jaxrunner.invariants import check_invariants
     from jaxrunner.llm import LLM
     from jaxrunner.llm_config import LLMConfig
@@ -28,20 +29,23 @@ if TYPE_CHECKING:
     from jaxrunner.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceDelta
     from jaxrunner.protocol import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
     from jaxrunner.runner import ModelRunner, Pending
-    from jaxrunner.sampling_params import SamplingParams
+    from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
 
 _HOME = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "LLMConfig": "llm_config",
     "LoadedModel": "loading",
     "load_model": "loading",
     "SamplingParams": "sampling_params",
+    "RequestOutputKind": "sampling_params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "RequestMetrics": "outputs",
     "SequenceDelta": "outputs",
     "Engine": "engine",
     "StepResult": "engine",
+    "EngineStats": "engine",
     "ModelRunner": "runner",
     "Pending": "runner",
     "RunnerConfig": "config",
@@ -61,10 +65,12 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CachedRequestData",
     "CachedRequestState",
     "CompletionOutput",
     "Engine",
+    "EngineStats",
     "InputBatch",
     "LLMConfig",
     "LoadedModel",
@@ -74,6 +80,7 @@ __all__ = [
     "Pending",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "RunnerConfig",
     "SamplingParams",
     "SchedulerOutput",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
+from jaxrunner.active_request import ActiveRequest, ActiveSequence, fan_out
 from jaxrunner.config import RunnerConfig
 from jaxrunner.detokenizer import TextDecoder
-from jaxrunner.kv_cache.manager import KVCacheManager
+from jaxrunner.kv_cache.manager import KVCacheManager, PrefixCacheStats
 from jaxrunner.kv_cache.spec import KVCacheConfig
-from jaxrunner.outputs import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SequenceDelta
+from jaxrunner.outputs import Prompt, RequestOutput, SequenceDelta
 from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.request import Request
-from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.sampling_params import RequestOutputKind
 from jaxrunner.scheduler import Policy, RequestUpdate, Scheduler, SchedulerConfig
 from jaxrunner.sequence_text import SequenceText
 
@@ -35,21 +36,33 @@ class StepResult:
 
     Attributes:
         deltas: one for every sequence that got tokens.
-        finished: requests whose last sequence ended in this step.
+        finished: requests whose last sequence ended in this step, with all they have.
+        outputs: what the callers are to be told now, as their requests' ``output_kind`` has it.
     """
 
     deltas: list[SequenceDelta]
     finished: list[RequestOutput]
+    outputs: list[RequestOutput]
 
 
-@dataclass(slots=True)
-class _Sequence:
-    """One of the sequences of a request: the scheduler's request, its text, and where its output goes."""
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The state of an engine between two steps.
 
-    parent: RequestOutput
-    output: CompletionOutput
-    request: Request
-    text: SequenceText
+    Attributes:
+        num_running, num_waiting: sequences.
+        kv_cache_usage: share of the KV cache's blocks that sequences hold, from 0 to 1.
+        num_free_blocks: blocks that can be lent now; of these some still hold what the prefix cache can find.
+        num_preemptions: since the engine was made or reset.
+        prefix_cache: likewise.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_free_blocks: int
+    num_preemptions: int
+    prefix_cache: PrefixCacheStats
 
 
 class Engine:
@@ -93,35 +106,42 @@ class Engine:
             max_num_partial_prefills=max_num_partial_prefills,
             max_long_partial_prefills=max_long_partial_prefills,
         )
-        self._sequences: dict[str, _Sequence] = {}
-        self._unfinished: dict[str, list[str]] = {}  # request id -> ids of its sequences that still run
+        self._requests: dict[str, ActiveRequest] = {}
+        self._sequences: dict[str, ActiveSequence] = {}  # those that run, by the scheduler's id
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
         manager = KVCacheManager(self._kv_cache_config, self._enable_prefix_caching)
         return Scheduler(self._scheduler_config, manager)
 
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._unfinished)
+    @property
+    def scheduling_policy(self) -> Policy:
+        """The order of service."""
+        return self._scheduler_config.policy
 
-    def add_request(self, request_id: str, prompt: Prompt, priority: int = 0) -> None:
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, priority: int = 0, output_kind: RequestOutputKind | None = None
+    ) -> None:
         """Queues a request, as ``params.n`` sequences: the first computes the prompt, the others branch off.
 
         Args:
             priority: lower values are served first; only with the scheduling policy "priority".
+            output_kind: instead of that of the prompt's parameters.
 
         Raises:
             ValueError: the id is taken, a priority without that policy, or a prompt that can never run.
         """
-        if priority and self._scheduler_config.policy != "priority":
-            raise ValueError(f"priority is {priority}, but the scheduling policy is 'fcfs': set it to 'priority'")
-        if request_id in self._unfinished:
+        check_priority(priority, self.scheduling_policy)
+        if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is taken by an unfinished request")
-        output = RequestOutput(request_id, prompt.text, prompt.token_ids, [], False, metrics=RequestMetrics())
-        ids = self._unfinished[request_id] = []
+        active = ActiveRequest(request_id, prompt, output_kind or prompt.params.output_kind)
+        self._requests[request_id] = active
         leader = None
         try:
-            for index, (sequence_id, params) in enumerate(fan_out(request_id, prompt.params)):
+            for sequence_id, params in fan_out(request_id, prompt.params):
                 request = Request(
                     sequence_id,
                     prompt.token_ids,
@@ -132,12 +152,9 @@ class Engine:
                     leader=leader,
                 )
                 leader = leader or request
-                completion = CompletionOutput(index, "", [])
-                sequence = _Sequence(output, completion, request, SequenceText(self.tokenizer, params))
+                text = SequenceText(self.tokenizer, params)
                 self.scheduler.add_request(request)
-                self._sequences[sequence_id] = sequence
-                ids.append(sequence_id)
-                output.outputs.append(completion)
+                self._sequences[sequence_id] = active.add(request, text)
         except ValueError:
             self.abort([request_id])
             raise
@@ -157,79 +174,79 @@ class Engine:
             raise
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Ends requests; those that aren't unfinished are passed over. Returns what they had so far."""
-        aborted = []
+        """Ends requests; those that aren't unfinished are passed over. Returns what each caller is told last."""
+        told = []
         for request_id in request_ids:
-            for sequence_id in list(self._unfinished.get(request_id, ())):
-                sequence = self._sequences[sequence_id]
-                aborted += self._finish(sequence_id, sequence, "abort", None)
-            self._unfinished.pop(request_id, None)
-        return aborted
+            active = self._requests.pop(request_id, None)
+            if active is None:
+                continue
+            deltas = []
+            for sequence in [s for s in active.sequences if s in active.running]:
+                deltas.append(sequence.end("abort"))
+                self._close(sequence, "abort")
+            output = active.told(deltas) if deltas else None
+            if output is not None:
+                told.append(output)
+        return told
 
     def reset(self) -> None:
         """Forgets all requests and the prefix cache, in the scheduler and in the runner."""
         self._sequences.clear()
-        self._unfinished.clear()
+        self._requests.clear()
         self.scheduler = self._new_scheduler()
         self.runner.reset()
 
+    def stats(self) -> EngineStats:
+        """How busy it is, and how well the prefix cache does."""
+        scheduler = self.scheduler
+        manager = scheduler.manager
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=manager.usage,
+            num_free_blocks=manager.num_free_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_cache=replace(manager.stats),
+        )
+
     def _take(self, updates: list[RequestUpdate]) -> StepResult:
-        result = StepResult([], [])
+        result = StepResult([], [], [])
+        streaming: dict[ActiveRequest, list[SequenceDelta]] = {}
         now = time.monotonic()
         for update in updates:
             sequence = self._sequences[update.req_id]
-            text, reason = sequence.text, update.finish_reason
-            stop_reason: int | str | None = update.stop_reason
-            taken = text.append(update.new_token_ids, ends_with_stop_token=reason == "stop")
-            tokens = update.new_token_ids[:taken]
-            if text.stop_reason is not None:
-                reason, stop_reason = "stop", text.stop_reason
-            sequence.output.token_ids.extend(tokens)
-            sequence.output.text = text.text
-            metrics = sequence.parent.metrics
+            active = sequence.parent
+            metrics = active.output.metrics
             if metrics is not None and metrics.first_token_time is None:
                 metrics.first_token_time = now
-            delta = text.take_delta(finished=reason is not None)
-            parent = sequence.parent
-            result.deltas.append(
-                SequenceDelta(parent.request_id, sequence.output.index, delta, tokens, reason, stop_reason)
-            )
-            if reason is not None:
-                result.finished += self._finish(update.req_id, sequence, reason, stop_reason)
+            delta = sequence.take(update)
+            result.deltas.append(delta)
+            if delta.finish_reason is not None:
+                self._close(sequence, delta.finish_reason)
+            if active.kind is not RequestOutputKind.FINAL_ONLY:
+                streaming.setdefault(active, []).append(delta)
+            if not active.running:
+                del self._requests[active.request_id]
+                result.finished.append(active.output)
+                if active.kind is RequestOutputKind.FINAL_ONLY:
+                    result.outputs.append(active.output)
+        for active, deltas in streaming.items():
+            output = active.told(deltas)
+            if output is not None:
+                result.outputs.append(output)
         return result
 
-    def _finish(self, sequence_id: str, sequence: _Sequence, reason: str, stop_reason: Any) -> list[RequestOutput]:
-        """Closes a sequence; its request, in a list, if that was the last one."""
+    def _close(self, sequence: ActiveSequence, reason: str) -> None:
         # A stop string and an abort the scheduler does not know of yet; to all others it says nothing.
-        self.scheduler.finish_requests(sequence_id, reason)
-        del self._sequences[sequence_id]
-        sequence.output.finish_reason, sequence.output.stop_reason = reason, stop_reason
-        parent = sequence.parent
-        if parent.metrics is not None:
-            parent.metrics.num_preemptions += sequence.request.num_preemptions
-        if sequence.output.index == 0:
-            parent.num_cached_tokens = sequence.request.num_cached_tokens
-        running = self._unfinished[parent.request_id]
-        running.remove(sequence_id)
-        if running:
-            return []
-        del self._unfinished[parent.request_id]
-        parent.finished = True
-        if parent.metrics is not None:
-            parent.metrics.finished_time = time.monotonic()
-        return [parent]
+        self.scheduler.finish_requests(sequence.request.request_id, reason)
+        del self._sequences[sequence.request.request_id]
+        sequence.parent.close(sequence)
 
 
-def fan_out(request_id: str, params: SamplingParams) -> list[tuple[str, SamplingParams]]:
-    """The sequences of a request, as (id, parameters): sequence i is seeded with ``seed + i``, so that they differ.
-
-    Without a seed their ids make them differ. The prompt is the same for all, so only the first reports on it.
-    """
-    if params.n == 1:
-        return [(request_id, params)]
-    sequences = []
-    for i in range(params.n):
-        seed = None if params.seed is None else (params.seed + i) % 2**64
-        prompt_logprobs = None if i else params.prompt_logprobs
-        sequences.append((f"{i}_{request_id}", replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)))
-    return sequences
+def check_priority(priority: int, policy: Policy) -> None:
+    """Raises ValueError for a priority that nobody would look at."""
+    if priority and policy != "priority":
+        raise ValueError(
+            f"priority is {priority}, but requests are served first come, first served: leave it at 0, or set"
+            " scheduling_policy='priority'"
+        )

@@ -73,6 +73,28 @@ def pair_params(params: Any, count: int, default: SamplingParams) -> list[Sampli
     raise ValueError(f"sampling_params must be a SamplingParams or a list of them, got {params!r:.100}")
 
 
+def pair_priorities(priority: Any, count: int) -> list[int]:
+    """One priority for each prompt: 0, or the list given.
+
+    Raises:
+        ValueError: something else, or a list of another length.
+    """
+    if priority is None:
+        return [0] * count
+    if not isinstance(priority, Sequence) or not all(map(_is_integer, priority)):
+        raise ValueError(f"priority must be a list of integers, one for each prompt, got {priority!r:.100}")
+    if len(priority) != count:
+        raise ValueError(f"priority has {len(priority)} entries for {count} prompts")
+    return [int(value) for value in priority]
+
+
+def raise_refusals(checked: Sequence[Prompt | RefusedPrompt]) -> None:
+    """Raises one ValueError for all prompts that were refused, if any; each on a line of its own."""
+    refusals = [f"prompt {i}: {p}" for i, p in enumerate(checked) if isinstance(p, RefusedPrompt)]
+    if refusals:
+        raise ValueError("\n".join(refusals))
+
+
 @dataclass(frozen=True, slots=True)
 class InputProcessor:
     """Turns prompts into token ids and refuses those that can't be served.

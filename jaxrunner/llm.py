@@ -12,11 +12,13 @@ from typing import Any, Literal
 import jax
 
 from jaxrunner.compilation_cache import use_compilation_cache
-from jaxrunner.engine import Engine
+from jaxrunner.engine import Engine, EngineStats
 from jaxrunner.input_processor import (
     InputProcessor,
     RefusedPrompt,
     pair_params,
+    pair_priorities,
+    raise_refusals,
     split_conversations,
     split_prompts,
 )
@@ -24,9 +26,10 @@ from jaxrunner.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGro
 from jaxrunner.llm_config import LLMConfig, tuples, unknown_options
 from jaxrunner.loading import LoadedModel, load_model, recommended_params
 from jaxrunner.outputs import Prompt, RequestOutput
-from jaxrunner.progress import compile_status, make_progress
+from jaxrunner.progress import NoProgress, RunProgress, compile_status, make_progress
 from jaxrunner.runner import ModelRunner
-from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
+from jaxrunner.shared_engine import Inbox, SharedEngine, Submission, checked_output
 from models.registry import DEFAULT_MODEL
 from models.tokenizer import Tokenizer
 
@@ -49,10 +52,11 @@ class LLM:
     Attributes:
         runner: the ModelRunner; ``runner.attention_choice``, ``runner.cache_plan`` and ``runner.times`` tell how it
             works.
-        engine: runs requests step by step, for streaming.
+        engine: runs requests step by step, for who wants to do that; while nobody does, ``shared`` is for all others.
+        shared: the engine as several threads may use it.
         model: the loaded model.
 
-    Not safe for use by several threads at once.
+    Several threads may use it at once; their requests run in the same steps.
 
     Raises:
         TypeError: an option that there is not; the message lists those there are.
@@ -97,6 +101,7 @@ class LLM:
             max_long_partial_prefills=self.config.max_long_partial_prefills,
             scheduling_policy=self.config.scheduling_policy,
         )
+        self.shared = SharedEngine(self.engine)
         self.inputs = InputProcessor(
             self.model.tokenizer,
             model_config.vocab_size,
@@ -114,6 +119,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         on_error: OnError = "raise",
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continues prompts.
 
@@ -125,6 +131,7 @@ class LLM:
             on_error: what happens to a prompt that can't be served (empty, too long, ids outside the vocabulary,
                 parameters that aren't served). "raise": a ValueError names every one of them, and nothing runs.
                 "return": its output has ``error`` and finish_reason "error", and the others run.
+            priority: one for each prompt, lower ones served first; only with ``scheduling_policy="priority"``.
 
         Returns:
             An output for each prompt, in the same order.
@@ -132,10 +139,31 @@ class LLM:
         Raises:
             ValueError: see ``on_error``; also for arguments of a wrong type, whatever it says.
         """
-        singles = split_prompts(prompts)
-        params = pair_params(sampling_params, len(singles), self._default_params)
-        checked = [self._checked(self.inputs.process, p, q) for p, q in zip(singles, params, strict=True)]
-        return self._run(checked, use_tqdm, on_error)
+        return self._run(self._process(prompts, sampling_params), use_tqdm, on_error, priority)
+
+    def stream(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Continues prompts, and yields as tokens come, until all have finished.
+
+        Each output is of one request (``request_id``; they count up in the order of the prompts). What it holds is
+        for ``SamplingParams.output_kind`` to say: CUMULATIVE all so far, DELTA only what is new, FINAL_ONLY nothing
+        before the end. No text is taken back: a half character, or what may become a stop string, waits. Requests
+        whose iterator is closed before its end are aborted.
+
+        Args:
+            prompts, sampling_params, priority: as in ``generate``.
+
+        Raises:
+            ValueError: a prompt that can't be served; names all there are, and nothing runs.
+        """
+        checked = self._process(prompts, sampling_params)
+        raise_refusals(checked)
+        return self._outputs(self._submissions(checked, [self.next_id() for _ in checked], priority), NoProgress())
 
     def chat(
         self,
@@ -184,9 +212,29 @@ class LLM:
         """What ``generate`` uses when it is given no parameters: the checkpoint's recommendation, if it has one."""
         return self._default_params
 
-    def reset_prefix_cache(self) -> None:
-        """Nothing computed so far will be found again, as is right after a change of weights."""
-        self.engine.scheduler.manager.reset_prefix_cache()
+    def abort(self, request_ids: str | Sequence[str]) -> None:
+        """Ends requests of ``stream`` or ``generate``, from any thread. Their outputs have finish_reason "abort"."""
+        self.shared.abort([request_ids] if isinstance(request_ids, str) else request_ids)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Nothing computed so far will be found again, as is right after a change of weights.
+
+        Args:
+            reset_running_requests: requests that other threads run are computed again from their first token on;
+                otherwise they go on with what they have.
+        """
+        self.shared.call(lambda: self.engine.scheduler.reset_prefix_cache(reset_running_requests))
+
+    def stats(self) -> EngineStats:
+        """How busy the engine is, and how well the prefix cache does."""
+        return self.shared.call(self.engine.stats)
+
+    def _process(
+        self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Prompt | RefusedPrompt]:
+        singles = split_prompts(prompts)
+        params = pair_params(sampling_params, len(singles), self._default_params)
+        return [self._checked(self.inputs.process, p, q) for p, q in zip(singles, params, strict=True)]
 
     @staticmethod
     def _checked(check: Callable[..., Prompt], *arguments: Any) -> Prompt | RefusedPrompt:
@@ -196,39 +244,67 @@ class LLM:
             return refusal
 
     def _run(
-        self, checked: list[Prompt | RefusedPrompt], use_tqdm: bool | Callable[..., Any], on_error: OnError
+        self,
+        checked: list[Prompt | RefusedPrompt],
+        use_tqdm: bool | Callable[..., Any],
+        on_error: OnError,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-        refusals = [f"prompt {i}: {p}" for i, p in enumerate(checked) if isinstance(p, RefusedPrompt)]
-        if refusals and on_error == "raise":
-            raise ValueError("\n".join(refusals))
-        ids = [str(next(self._ids)) for _ in checked]
-        outputs: dict[str, RequestOutput] = {}
-        accepted: dict[str, Prompt] = {}
-        for request_id, prompt in zip(ids, checked, strict=True):
-            if isinstance(prompt, RefusedPrompt):
-                outputs[request_id] = RequestOutput.refused(request_id, prompt.text, prompt.token_ids, str(prompt))
-            else:
-                accepted[request_id] = prompt
-        for output in self._steps(accepted, use_tqdm):
-            outputs[output.request_id] = output
-        return [outputs[request_id] for request_id in ids]
-
-    def _steps(self, prompts: dict[str, Prompt], use_tqdm: bool | Callable[..., Any]) -> Iterator[RequestOutput]:
-        """Runs prompts to their end. Whatever goes wrong on the way, the next call finds an engine without requests."""
+        if on_error == "raise":
+            raise_refusals(checked)
+        ids = [self.next_id() for _ in checked]
+        submissions = self._submissions(checked, ids, priority, RequestOutputKind.FINAL_ONLY)
+        outputs = {
+            request_id: RequestOutput.refused(request_id, prompt.text, prompt.token_ids, str(prompt))
+            for request_id, prompt in zip(ids, checked, strict=True)
+            if isinstance(prompt, RefusedPrompt)
+        }
         room = self.engine.scheduler.max_model_len
-        bar = make_progress(use_tqdm, len(prompts), sum(_most_tokens(p, room) for p in prompts.values()))
+        bar = make_progress(use_tqdm, len(submissions), sum(_most_tokens(s.prompt, room) for s in submissions))
         try:
-            for request_id, prompt in prompts.items():
-                self.engine.add_request(request_id, prompt)
-            while self.engine.has_unfinished_requests():
-                result = self.engine.step()
-                bar.step(sum(len(delta.token_ids) for delta in result.deltas), len(result.finished))
-                yield from result.finished
+            for output in self._outputs(submissions, bar):
+                outputs[output.request_id] = output
         finally:
             bar.close()
-            self.engine.abort(prompts)  # does nothing to those that ended
+        return [outputs[request_id] for request_id in ids]
+
+    def next_id(self) -> str:
+        """An id for a request; they count up."""
+        while self.shared.is_taken(request_id := str(next(self._ids))):
+            pass
+        return request_id
+
+    def _submissions(
+        self,
+        checked: Sequence[Prompt | RefusedPrompt],
+        ids: Sequence[str],
+        priority: Sequence[int] | None,
+        output_kind: RequestOutputKind | None = None,
+    ) -> list[Submission]:
+        """What is left of ``checked`` without those refused."""
+        priorities = pair_priorities(priority, len(checked))
+        return [
+            Submission(request_id, prompt, importance, output_kind)
+            for request_id, prompt, importance in zip(ids, checked, priorities, strict=True)
+            if isinstance(prompt, Prompt)
+        ]
+
+    def _outputs(self, submissions: list[Submission], bar: RunProgress) -> Iterator[RequestOutput]:
+        """Runs requests to their end. Whatever goes wrong on the way, they are gone from the engine then."""
+        inbox = Inbox()
+        self.shared.submit(submissions, inbox)
+        try:
+            while inbox.unfinished or inbox.outputs:
+                self.shared.drive(inbox.has_news)
+                arrived, tokens = inbox.take()
+                bar.step(tokens, sum(isinstance(output, RequestOutput) and output.finished for output in arrived))
+                yield from map(checked_output, arrived)
+        finally:
+            left = [s.request_id for s in submissions if self.shared.is_taken(s.request_id)]
+            if left:
+                self.shared.call(lambda: self.shared.abort_now(left))
 
 
 def _most_tokens(prompt: Prompt, max_model_len: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -12,6 +13,14 @@ _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4e38  # what the device can hold
 MAX_SEQUENCES = 16384  # vLLM's bound for n
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy, as in vLLM
+
+
+class RequestOutputKind(Enum):
+    """What a caller is told of a request: after every step all there is or what is new, or only how it ended."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 def _number(name: str, value: Any) -> float:
@@ -58,6 +67,7 @@ class SamplingParams:
         max_tokens: output tokens at most. None means up to the model's length.
         min_tokens: no end-of-sequence or stop token before this many output tokens.
         detokenize, skip_special_tokens, spaces_between_special_tokens, include_stop_str_in_output: of the text.
+        output_kind: what streaming yields; ``LLM.generate`` gives the end only, whatever it says.
 
     Raises:
         ValueError: a value is of the wrong kind or out of range; the message names field, value and range.
@@ -95,6 +105,7 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -132,6 +143,8 @@ class SamplingParams:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
         put("stop", _strings("stop", () if self.stop is None else self.stop))
         put("bad_words", _strings("bad_words", () if self.bad_words is None else self.bad_words))
         put("stop_token_ids", _token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids))

@@ -52,6 +52,11 @@ class SequenceText:
                 return i + 1
         return len(token_ids)
 
+    @property
+    def shown(self) -> str:
+        """What ``take_delta`` has given out so far, in one."""
+        return self.text[: self._shown]
+
     def take_delta(self, finished: bool) -> str:
         """New text that may be shown: nothing of an unfinished character or of what may become a stop string."""
         if finished or self._decoder is None:

@@ -68,6 +68,11 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that don't run: in the queue, or until their leader's prompt is computed."""
+        return len(self.requests) - len(self.running)
+
     def has_requests(self) -> bool:
         """Whether ``schedule`` has anything to say: requests to run, or ends to tell the runner."""
         return bool(self.requests or self._finished_req_ids)

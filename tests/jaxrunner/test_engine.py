@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxrunner.engine import Engine, fan_out
+from jaxrunner.active_request import fan_out
+from jaxrunner.engine import Engine
 from jaxrunner.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxrunner.outputs import Prompt
 from jaxrunner.sampling_params import SamplingParams

@@ -1,0 +1,119 @@
+"""A request while it runs: its sequences, their texts, and what its caller is told after a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxrunner.outputs import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SequenceDelta
+from jaxrunner.request import Request
+from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
+from jaxrunner.scheduler import RequestUpdate
+from jaxrunner.sequence_text import SequenceText
+
+
+@dataclass(slots=True, eq=False)
+class ActiveSequence:
+    """One of the sequences of a request: the scheduler's request, its text, and where its output goes."""
+
+    parent: ActiveRequest
+    request: Request
+    text: SequenceText
+    output: CompletionOutput
+
+    def take(self, update: RequestUpdate) -> SequenceDelta:
+        """Takes in what a step brought; the delta says whether that ended the sequence."""
+        text, reason = self.text, update.finish_reason
+        stop_reason: int | str | None = update.stop_reason
+        taken = text.append(update.new_token_ids, ends_with_stop_token=reason == "stop")
+        tokens = update.new_token_ids[:taken]
+        if text.stop_reason is not None:
+            reason, stop_reason = "stop", text.stop_reason
+        self.output.token_ids.extend(tokens)
+        self.output.text = text.text
+        return self._delta(tokens, reason, stop_reason)
+
+    def end(self, reason: str) -> SequenceDelta:
+        """Ended from outside: what was held back of its text may be shown."""
+        return self._delta([], reason, None)
+
+    def _delta(self, tokens: list[int], reason: str | None, stop_reason: int | str | None) -> SequenceDelta:
+        if reason is not None:
+            self.output.finish_reason, self.output.stop_reason = reason, stop_reason
+        shown = self.text.take_delta(finished=reason is not None)
+        return SequenceDelta(self.parent.request_id, self.output.index, shown, tokens, reason, stop_reason)
+
+    def so_far(self) -> CompletionOutput:
+        """All tokens, and as much of the text as nothing later takes back."""
+        return replace(self.output, text=self.text.shown, token_ids=list(self.output.token_ids))
+
+
+class ActiveRequest:
+    """What the engine keeps of a request until its last sequence has ended.
+
+    Attributes:
+        output: everything so far; the caller's once ``output.finished``.
+        kind: how much of it the caller is told, and when.
+        running: sequences that have not ended.
+    """
+
+    def __init__(self, request_id: str, prompt: Prompt, kind: RequestOutputKind) -> None:
+        self.request_id = request_id
+        self.kind = kind
+        self.output = RequestOutput(request_id, prompt.text, prompt.token_ids, [], False, metrics=RequestMetrics())
+        self.sequences: list[ActiveSequence] = []
+        self.running: set[ActiveSequence] = set()
+
+    def add(self, request: Request, text: SequenceText) -> ActiveSequence:
+        """One more sequence."""
+        output = CompletionOutput(len(self.sequences), "", [])
+        sequence = ActiveSequence(self, request, text, output)
+        self.output.outputs.append(output)
+        self.sequences.append(sequence)
+        self.running.add(sequence)
+        return sequence
+
+    def close(self, sequence: ActiveSequence) -> None:
+        """A sequence has ended; with the last one the output is complete."""
+        self.running.discard(sequence)
+        metrics = self.output.metrics
+        assert metrics is not None  # made with the output
+        metrics.num_preemptions += sequence.request.num_preemptions
+        if not self.running:
+            self.output.num_cached_tokens = self.sequences[0].request.num_cached_tokens
+            self.output.finished = True
+            metrics.finished_time = time.monotonic()
+
+    def told(self, deltas: Sequence[SequenceDelta]) -> RequestOutput | None:
+        """What the caller is to be told of a step that brought ``deltas``; None: nothing yet."""
+        self.output.num_cached_tokens = self.sequences[0].request.num_cached_tokens
+        match self.kind:
+            case RequestOutputKind.DELTA:
+                parts = [_part(delta) for delta in deltas]
+                return replace(self.output, outputs=parts)
+            case RequestOutputKind.CUMULATIVE if not self.output.finished:
+                return replace(self.output, outputs=[sequence.so_far() for sequence in self.sequences])
+            case _:
+                return self.output if self.output.finished else None
+
+
+def _part(delta: SequenceDelta) -> CompletionOutput:
+    return CompletionOutput(
+        delta.index, delta.text, delta.token_ids, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+    )
+
+
+def fan_out(request_id: str, params: SamplingParams) -> list[tuple[str, SamplingParams]]:
+    """The sequences of a request, as (id, parameters): sequence i is seeded with ``seed + i``, so that they differ.
+
+    Without a seed their ids make them differ. The prompt is the same for all, so only the first reports on it.
+    """
+    if params.n == 1:
+        return [(request_id, params)]
+    sequences = []
+    for i in range(params.n):
+        seed = None if params.seed is None else (params.seed + i) % 2**64
+        prompt_logprobs = None if i else params.prompt_logprobs
+        sequences.append((f"{i}_{request_id}", replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)))
+    return sequences

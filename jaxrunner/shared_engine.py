@@ -1,0 +1,232 @@
+"""One engine for any number of threads: whoever waits for outputs drives it, one at a time, for all."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrunner.engine import Engine, check_priority
+from jaxrunner.outputs import Prompt, RequestOutput
+from jaxrunner.sampling_params import RequestOutputKind
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request on its way to the engine; the fields are ``Engine.add_request``'s."""
+
+    request_id: str
+    prompt: Prompt
+    priority: int = 0
+    output_kind: RequestOutputKind | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Inbox:
+    """Where a caller's outputs arrive. Only one thread takes out of it.
+
+    Attributes:
+        outputs: not taken out yet; an exception ends all requests of this inbox.
+        unfinished: ids of requests that more is to come of.
+        num_tokens: sampled for this caller so far.
+        on_arrival: called by the driving thread after each ``put``.
+    """
+
+    outputs: deque[RequestOutput | BaseException] = field(default_factory=deque)
+    unfinished: set[str] = field(default_factory=set)
+    num_tokens: int = 0
+    on_arrival: Callable[[], None] | None = None
+    _num_taken: int = 0
+
+    def has_news(self) -> bool:
+        """Whether ``take`` would give anything: outputs, or tokens that no output shows yet."""
+        return bool(self.outputs) or self.num_tokens > self._num_taken
+
+    def take(self) -> tuple[list[RequestOutput | BaseException], int]:
+        """The outputs that came since the last time, and how many tokens were sampled."""
+        outputs = [self.outputs.popleft() for _ in range(len(self.outputs))]
+        before, self._num_taken = self._num_taken, self.num_tokens
+        return outputs, self._num_taken - before
+
+    def put(self, output: RequestOutput | BaseException) -> None:
+        if isinstance(output, RequestOutput):
+            if output.finished:
+                self.unfinished.discard(output.request_id)
+        else:
+            self.unfinished.clear()
+        self.outputs.append(output)
+        if self.on_arrival is not None:
+            self.on_arrival()
+
+
+def checked_output(output: RequestOutput | BaseException) -> RequestOutput:
+    """The output that came.
+
+    Raises:
+        RuntimeError: an exception came, of a step that ended all requests; it is the cause. A ValueError is of the
+            request itself, and is raised as it is.
+    """
+    if isinstance(output, RequestOutput):
+        return output
+    if isinstance(output, ValueError):
+        raise output
+    raise RuntimeError("a step failed while another caller ran it; all requests are lost") from output
+
+
+class SharedEngine:
+    """Requests, aborts and other calls of all threads go to the engine between its steps, in the order they came.
+
+    A thread that waits for something (``drive``) runs steps itself until it is there, unless another one is at it.
+    So a single caller pays for no second thread, and a step serves the requests of all callers. Callers that can't
+    wait, such as an event loop, have a thread drive in the background; it ends when there is nothing to do.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._state = threading.Condition()  # guards all below; never held while the engine works
+        self._driven = False
+        self._calls: deque[Callable[[], None]] = deque()
+        self._inboxes: dict[str, Inbox] = {}
+        self._background: threading.Thread | None = None
+
+    def is_taken(self, request_id: str) -> bool:
+        """Whether an unfinished request has this id."""
+        return request_id in self._inboxes
+
+    def submit(self, submissions: Iterable[Submission], inbox: Inbox) -> None:
+        """Queues requests; their outputs go to ``inbox``.
+
+        Raises:
+            ValueError: an id is taken, or a priority without the policy that looks at it; nothing is queued then.
+        """
+        submissions = list(submissions)
+        for submission in submissions:
+            check_priority(submission.priority, self.engine.scheduling_policy)
+        with self._state:
+            for submission in submissions:
+                if submission.request_id in self._inboxes:
+                    raise ValueError(f"request id {submission.request_id!r} is taken by an unfinished request")
+            for submission in submissions:
+                self._inboxes[submission.request_id] = inbox
+                inbox.unfinished.add(submission.request_id)
+            self._calls.append(lambda: self._add(submissions))
+            self._state.notify_all()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests before the next step; ids of no unfinished request are passed over. Does not wait for it."""
+        ids = list(request_ids)
+        with self._state:
+            self._calls.append(lambda: self.abort_now(ids))
+            self._state.notify_all()
+
+    def abort_now(self, request_ids: Iterable[str]) -> None:
+        """``abort`` for ``call``, which waits until it is done."""
+        self._deliver(self.engine.abort(request_ids))
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """The function's result, called between two steps."""
+        result: list[Any] = []
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                result.append(function())
+            except BaseException as error:
+                failure.append(error)
+
+        with self._state:
+            self._calls.append(run)
+        self.drive(lambda: bool(result or failure))
+        if failure:
+            raise failure[0]
+        return result[0]
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Runs steps, or waits for those that another thread runs, until ``until()``.
+
+        Raises:
+            RuntimeError: there is nothing to run, and still not ``until()``.
+        """
+        driving = False
+        while True:
+            try:
+                with self._state:
+                    while self._driven and not until():
+                        self._state.wait()
+                    if until():
+                        return
+                    self._driven = driving = True
+                self._make_calls()
+                if not until():
+                    self._step()
+            finally:
+                if driving:
+                    with self._state:
+                        self._driven = driving = False
+                        self._state.notify_all()
+
+    def drive_in_background(self) -> None:
+        """Has a thread of its own drive, as long as there are requests."""
+        with self._state:
+            if self._background is None:
+                self._background = threading.Thread(target=self._run_background, name="jaxrunner engine")
+                self._background.start()
+
+    def shutdown(self) -> None:
+        """Aborts all requests, and returns when no thread drives any more."""
+        with self._state:
+            self._calls.append(lambda: self.abort_now(list(self._inboxes)))
+        self.drive(self._is_idle)
+        if (thread := self._background) is not None:
+            thread.join()
+
+    def _run_background(self) -> None:
+        while True:
+            with suppress(BaseException):  # those whose requests it ended have been told
+                self.drive(self._is_idle)
+            with self._state:
+                if self._is_idle():
+                    self._background = None  # whoever submits from here on starts a new one
+                    return
+
+    def _is_idle(self) -> bool:
+        return not self._inboxes and not self._calls
+
+    def _make_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+    def _step(self) -> None:
+        try:
+            if not self.engine.has_unfinished_requests():
+                raise RuntimeError("nothing is left to run, and what was waited for has not come")
+            result = self.engine.step()
+        except BaseException as error:
+            inboxes = set(self._inboxes.values())
+            self._inboxes.clear()
+            for inbox in inboxes:
+                inbox.put(error)
+            raise
+        for delta in result.deltas:
+            if (caller := self._inboxes.get(delta.request_id)) is not None:
+                caller.num_tokens += len(delta.token_ids)
+        self._deliver(result.outputs)
+
+    def _add(self, submissions: list[Submission]) -> None:
+        for s in submissions:
+            try:
+                self.engine.add_request(s.request_id, s.prompt, s.priority, s.output_kind)
+            except ValueError as error:
+                self._inboxes.pop(s.request_id).put(error)
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is None:
+                continue  # given to the engine itself, not through here
+            if output.finished:
+                del self._inboxes[output.request_id]
+            inbox.put(output)
