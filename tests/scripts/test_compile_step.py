@@ -1,0 +1,40 @@
+"""scripts/compile_step.py: a whole step, really compiled for a GPU, and its figures."""
+
+import json
+
+import pytest
+
+from scripts import compile_step
+
+
+def test_a_small_step(gpu_compiler, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    size = ["--config", "tiny", "--layers", "2", "--tokens", "16", "--reqs", "4", "--blocks", "64"]
+    assert compile_step.main([*size, "--implementation", "reference", "--json", str(out)]) == 0
+    figures = json.loads(out.read_text())
+    assert figures["implementation"] == "reference" and figures["layers"] == 2
+    assert figures["caches"] == figures["caches_aliased"] == 4 and figures["cache_copies"] == 0
+    assert figures["launches"] > 2 * figures["launches_per_layer"] > 10
+    assert sum(figures["launches_of_a_layer"].values()) == figures["launches_per_layer"]
+    assert figures["temp_bytes"] > 0 and figures["compile_s"] > 0
+    assert figures["cache_bytes"] == 4 * 64 * 16 * 2 * 64 * 2
+    assert "compiled for h200, not run" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_refusal_is_the_users_to_read(gpu_compiler, capsys):
+    assert compile_step.main(["--config", "tiny", "--implementation", "nonsense"]) == 2
+    assert "no implementation 'nonsense'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "figures, words",
+    [
+        ({"cache_copies": 2}, "2 copies of a cache, such as %copy.1"),
+        ({"caches_aliased": 3}, "3 of 4 caches are updated in place"),
+        ({"launches_per_layer": 11}, "11 launches a layer, 10 are allowed"),
+    ],
+)
+def test_what_is_wrong_is_named(figures, words):
+    good = {"cache_copies": 0, "copies": ["%copy.1"], "caches": 4, "caches_aliased": 4, "launches_per_layer": 10}
+    assert compile_step.problems_of(good, 10) == []
+    assert words in compile_step.problems_of(good | figures, 10)[0]
