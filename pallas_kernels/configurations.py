@@ -4,7 +4,7 @@ An implementation lists its own, and `configurations` collects them from the lis
 implementation that can be chosen is one that `scripts/check_kernels.py` compiles for every GPU that it is for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,18 +50,23 @@ class KernelConfiguration:
         return f"{self.kernel}/{self.implementation}/{self.config}"
 
 
+def kernel_tables() -> dict[str, Sequence[Any]]:
+    """Every kernel, by name, with its implementations, best first: what choices are made from."""
+    from pallas_kernels.paged_attention import IMPLEMENTATIONS as PAGED_ATTENTION  # they build on this module
+    from pallas_kernels.slot_mapping import IMPLEMENTATIONS as SLOT_MAPPING
+    from pallas_kernels.write_kv_cache import IMPLEMENTATIONS as WRITE_KV_CACHE
+
+    return {"paged_attention": PAGED_ATTENTION, "write_kv_cache": WRITE_KV_CACHE, "slot_mapping": SLOT_MAPPING}
+
+
 def configurations() -> Iterator[KernelConfiguration]:
     """Those of every implementation of every kernel. An implementation without any has no GPU kernel of its own.
 
     Raises:
         ValueError: two have one name.
     """
-    from pallas_kernels.paged_attention import IMPLEMENTATIONS as PAGED_ATTENTION  # they build on this module
-    from pallas_kernels.slot_mapping import IMPLEMENTATIONS as SLOT_MAPPING
-    from pallas_kernels.write_kv_cache import IMPLEMENTATIONS as WRITE_KV_CACHE
-
     seen = set[str]()
-    for table in (PAGED_ATTENTION, WRITE_KV_CACHE, SLOT_MAPPING):
+    for table in kernel_tables().values():
         for implementation in table:
             for configuration in implementation.configurations():
                 if configuration.name in seen:
