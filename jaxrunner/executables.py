@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,15 @@ import numpy as np
 from jaxrunner.block_edits import EDIT_CAPACITY
 from jaxrunner.sampling_columns import RECORD_WORDS
 from jaxrunner.shapes import StepShapes
-from jaxrunner.step import DeviceState, StepFunctions, edit_blocks, enter_requests, unpack, update_block_table
+from jaxrunner.step import (
+    DeviceState,
+    StepFunctions,
+    edit_blocks,
+    enter_requests,
+    enter_tables,
+    unpack,
+    update_block_table,
+)
 
 ENTER_CAPACITY = 64  # requests whose records one upload carries
 TABLE_CAPACITY = 4096  # block-table cells one upload ahead of a step carries
@@ -99,6 +108,20 @@ class StepExecutables:
 
         return self._get("enter", make)
 
+    def enter_tables(self) -> Callable[..., Any]:
+        """(state, index, words [TableSizes.words]) -> state; donated."""
+
+        def make() -> Any:
+            def enter(state: DeviceState, index: jax.Array, words: jax.Array) -> DeviceState:
+                assert state.tables is not None
+                return replace(state, tables=enter_tables(state.tables, index, words))
+
+            words = sum(math.prod(table.shape[1:]) for table in jax.tree.leaves(self._state.tables))
+            index, row = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((words,), jnp.int32)
+            return jax.jit(enter, donate_argnums=0).lower(self._state, index, row)
+
+        return self._get("enter_tables", make)
+
     def update_table(self, group: int) -> Callable[..., Any]:
         """(state, cells [TABLE_CAPACITY], values) -> state; donated."""
 
@@ -140,7 +163,7 @@ class StepExecutables:
         # A step of T tokens has at most min(T, S_max) logits rows.
         most = min(max(token_buckets, default=1), self._shapes.max_logits)
         last = self._shapes.dispatch(most, most).num_logits
-        jobs: list[Callable[[], object]] = [self.enter]
+        jobs: list[Callable[[], object]] = [self.enter, self.enter_tables]
         jobs += [partial(self.update_table, g) for g in range(len(self._state.block_tables))]
         jobs += [partial(self.edit_blocks, g) for g in range(len(self._state.block_tables))]
         jobs += [partial(self.forward, t) for t in sorted(token_buckets, reverse=True)]

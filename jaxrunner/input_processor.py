@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from jaxrunner.outputs import Prompt
 from jaxrunner.refusals import refuse_sampling_params
 from jaxrunner.request_limits import RequestLimits
+from jaxrunner.request_tables import check_tables
 from jaxrunner.sampling_columns import MAX_STOP_TOKEN_IDS
 from jaxrunner.sampling_params import SamplingParams
 
@@ -158,8 +159,17 @@ class InputProcessor:
         self._check_ids(ids, refuse)
         if (refusal := self.limits.refusal(len(ids))) is not None:
             raise refuse(refusal)
+        prompt.params = params = self._with_bad_words(params)
         self._check_params(params, refuse)
         return prompt
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """``bad_words`` as token ids, without and with a space in front."""
+        if not params.bad_words or params.bad_words_token_ids is not None or self.tokenizer is None:
+            return params
+        forms = [form for word in params.bad_words for form in (word.lstrip(), f" {word.lstrip()}")]
+        ids = [self._encode(form, add_special_tokens=False) for form in forms]
+        return replace(params, bad_words_token_ids=[i for i in ids if i])
 
     def _check_ids(self, ids: list[int], refuse: Any) -> None:
         low, high = min(ids), max(ids)
@@ -173,6 +183,7 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams, refuse: Any) -> None:
         try:
             refuse_sampling_params(params)
+            check_tables(params, self.vocab_size)
         except ValueError as error:
             raise refuse(str(error)) from None
         stops = tuple(params.stop_token_ids or ())

@@ -7,15 +7,9 @@ from jaxrunner.sampling_params import SamplingParams
 
 # field of SamplingParams: is it used? (n, stop strings, truncation and text options are the front door's to serve.)
 _SAMPLING = {
-    "presence_penalty": lambda p: p.presence_penalty != 0.0,
-    "frequency_penalty": lambda p: p.frequency_penalty != 0.0,
-    "repetition_penalty": lambda p: p.repetition_penalty != 1.0,
     "logprobs": lambda p: p.logprobs is not None,
     "prompt_logprobs": lambda p: p.prompt_logprobs is not None,
     "structured_outputs": lambda p: p.structured_outputs is not None,
-    "logit_bias": lambda p: bool(p.logit_bias),
-    "allowed_token_ids": lambda p: p.allowed_token_ids is not None,
-    "bad_words": lambda p: bool(p.bad_words),
     "logits_processors": lambda p: bool(p.logits_processors),
     "spaces_between_special_tokens": lambda p: not p.spaces_between_special_tokens,
     "extra_args": lambda p: bool(p.extra_args),

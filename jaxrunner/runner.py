@@ -28,6 +28,7 @@ from jaxrunner.invariants import check_invariants
 from jaxrunner.kv_cache.allocate import KVCachePlan, abstract_caches, allocate_caches, plan_caches
 from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.refusals import refuse_unserved
+from jaxrunner.request_tables import TableSizes
 from jaxrunner.sampling_columns import RECORD_WORDS
 from jaxrunner.step import CacheGroup, DeviceState, StepFunctions, init_state
 from jaxrunner.trace.encode import Geometry, StepRecord
@@ -116,7 +117,8 @@ class ModelRunner:
         self.functions = StepFunctions(graphdef, (group,), config.max_num_reqs, self.shapes.max_logits)
         self._eos_token_ids = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
         widths = MultiGroupBlockTable(1, config.max_model_len, (config.block_size,)).widths
-        self.state: DeviceState = init_state(config.max_num_reqs, widths)
+        self._table_sizes = TableSizes(config.max_num_reqs, config.max_model_len, model.config.vocab_size)
+        self.state: DeviceState = init_state(config.max_num_reqs, widths, self._table_sizes)
         self.cache_plan: KVCachePlan = plan_caches(
             config,
             layers,
@@ -161,7 +163,7 @@ class ModelRunner:
         return StepRecorder(self.config.trace, Geometry.of(self.batch), about)
 
     def _new_state(self) -> DeviceState:
-        return init_state(self.config.max_num_reqs, self.batch.block_table.widths)
+        return init_state(self.config.max_num_reqs, self.batch.block_table.widths, self._table_sizes)
 
     def _new_buffers(self) -> BufferRing:
         largest = max(layout.size for layout in self.shapes.layouts.values())
@@ -279,6 +281,10 @@ class ModelRunner:
             indices[: len(part)] = part
             records[: len(part)] = self.batch.columns["sampling_record"][part]
             self.state = self.executables.enter()(self.state, indices, records)
+        for index in entered:
+            tables = self.batch.tables_of(index)
+            if tables is not None:
+                self.state = self.executables.enter_tables()(self.state, np.int32(index), tables)
         for updates in inputs.overflow:
             for at in range(0, len(updates.cells), TABLE_CAPACITY):
                 part_cells = updates.cells[at : at + TABLE_CAPACITY]

@@ -19,6 +19,14 @@ MAX_STOP_TOKEN_IDS = 32  # that min_tokens can hold back for one request
 RANDOM = 1  # some row is not greedy
 FILTERED = 2  # some row has top_k, top_p or min_p
 HELD_BACK = 4  # some row is below its min_tokens
+PENALTIES = 8  # some row has a repetition, frequency or presence penalty
+BIAS = 16  # some row has a logit_bias
+BAD_WORDS = 32  # some row has bad words
+MASKED = 64  # some row may sample certain tokens only: allowed_token_ids, structured output
+LOGPROBS = 128  # some row wants log probabilities
+
+NEEDS_HISTORY = PENALTIES | BAD_WORDS
+NEEDS_TABLES = NEEDS_HISTORY | BIAS | MASKED
 
 _INT32_MAX = 2**31 - 1
 # A smaller top_p says the same, the likeliest token alone, but its product with a sum could vanish in float32.
@@ -47,6 +55,13 @@ SAMPLING_COLUMNS = (
     SamplingColumn("seed", "I", 2, 0),  # low and high word of 64 bits
     SamplingColumn("min_length", "i", 1, 0),  # tokens (prompt included) before which nothing may stop; 0: none
     SamplingColumn("stop_token_ids", "i", MAX_STOP_TOKEN_IDS, -1),  # held back until then
+    SamplingColumn("repetition_penalty", "f", 1, 1.0),
+    SamplingColumn("frequency_penalty", "f", 1, 0.0),
+    SamplingColumn("presence_penalty", "f", 1, 0.0),
+    SamplingColumn("num_prompt", "i", 1, 0),  # tokens in front of the output
+    SamplingColumn("num_bias", "i", 1, 0),  # entries of the request's tables that count
+    SamplingColumn("num_bad_words", "i", 1, 0),
+    SamplingColumn("masked", "i", 1, 0),  # 1: only allowed tokens
 )
 RECORD_WORDS = sum(c.width for c in SAMPLING_COLUMNS)
 _PACK = struct.Struct("<" + "".join(f"{c.width}{c.word}" for c in SAMPLING_COLUMNS))
@@ -85,7 +100,7 @@ def sampling_record(
         held = tuple(dict.fromkeys((*(params.stop_token_ids or ()), *eos_token_ids)))
     if len(held) > MAX_STOP_TOKEN_IDS:
         raise ValueError(
-            f"request {req_id!r}: min_tokens holds back at most {MAX_STOP_TOKEN_IDS} stop token ids, got {len(held)}:"
+            f"min_tokens holds back at most {MAX_STOP_TOKEN_IDS} stop token ids, got {len(held)}:"
             " name fewer stop_token_ids or drop min_tokens"
         )
     seed = derived_seed(engine_seed, req_id) if params.seed is None else params.seed % 2**64
@@ -99,12 +114,26 @@ def sampling_record(
         min(num_prompt_tokens + params.min_tokens, _INT32_MAX) if params.min_tokens else 0,
         *held,
         *(-1,) * (MAX_STOP_TOKEN_IDS - len(held)),
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+        num_prompt_tokens,
+        len(params.logit_bias or ()),
+        len(params.bad_words_token_ids or ()),
+        int(params.is_masked),
     )
 
 
 def sampling_flags(params: SamplingParams) -> int:
-    """The feature bits one request sets for its batch."""
-    if params.is_greedy:
-        return 0
+    """The feature bits one request sets for its batch. (HELD_BACK is set step by step.)"""
     filtered = params.top_p < 1.0 or params.min_p > 0.0 or params.top_k > 0
-    return RANDOM | (FILTERED if filtered else 0)
+    features = {
+        RANDOM: not params.is_greedy,
+        FILTERED: filtered and not params.is_greedy,
+        PENALTIES: params.has_penalties,
+        BIAS: bool(params.logit_bias),
+        BAD_WORDS: bool(params.bad_words_token_ids),
+        MASKED: params.is_masked,
+        LOGPROBS: params.logprobs is not None,
+    }
+    return sum(flag for flag, used in features.items() if used)

@@ -35,10 +35,11 @@ def _integer(name: str, value: Any, low: int, high: int = _INT32_MAX) -> int:
     return index(value)  # a NumPy integer becomes a plain one
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+def _token_ids(name: str, value: Any, unique: bool = True) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset):
         raise ValueError(f"{name} must be a list of token ids, got {value!r}")
-    return tuple(dict.fromkeys(_integer(f"{name}[{i}]", v, 0) for i, v in enumerate(value)))
+    ids = [_integer(f"{name}[{i}]", v, 0) for i, v in enumerate(value)]
+    return tuple(dict.fromkeys(ids) if unique else ids)
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -63,6 +64,13 @@ class SamplingParams:
         seed: makes the request's tokens a function of (seed, position). None or -1 derives one from the engine's seed.
         stop: texts that end the output when they appear.
         stop_token_ids: token ids that end the output.
+        presence_penalty, frequency_penalty: taken off the logits of tokens of the output, once and for each time.
+        repetition_penalty: divides positive logits of tokens of prompt and output, and multiplies negative ones.
+        logit_bias: added to the logits of these token ids, at most 100 either way.
+        allowed_token_ids: no other tokens.
+        bad_words: texts that the output must not contain, each without and with a space in front. (As in vLLM their
+            tokens are what is forbidden: other tokens that spell the same text are not.)
+        bad_words_token_ids: such words as token ids; None: ``LLM`` makes them of ``bad_words``.
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: output tokens at most. None means up to the model's length.
         min_tokens: no end-of-sequence or stop token before this many output tokens.
@@ -98,6 +106,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
     extra_args: Mapping[str, Any] | None = None
     flat_logprobs: bool = False
@@ -148,6 +157,11 @@ class SamplingParams:
         put("stop", _strings("stop", () if self.stop is None else self.stop))
         put("bad_words", _strings("bad_words", () if self.bad_words is None else self.bad_words))
         put("stop_token_ids", _token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids))
+        if self.bad_words_token_ids is not None:
+            words = [_token_ids("bad_words_token_ids", word, unique=False) for word in self.bad_words_token_ids]
+            if () in words:
+                raise ValueError("bad_words_token_ids holds a word without tokens: leave it out")
+            put("bad_words_token_ids", tuple(dict.fromkeys(words)))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
@@ -166,6 +180,15 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether only certain tokens may be sampled."""
+        return self.allowed_token_ids is not None or self.structured_outputs is not None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:

@@ -11,7 +11,8 @@ from jaxrunner.batch.block_table import MultiGroupBlockTable
 from jaxrunner.batch.columns import ColumnTable, declared_columns
 from jaxrunner.batch.request_state import NO_INDEX, CachedRequestState
 from jaxrunner.protocol import TokenIds
-from jaxrunner.sampling_columns import column_offset, sampling_flags, sampling_record
+from jaxrunner.request_tables import TableSizes, check_tables, pack
+from jaxrunner.sampling_columns import NEEDS_TABLES, column_offset, sampling_flags, sampling_record
 from jaxrunner.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -73,6 +74,7 @@ class InputBatch:
         self.token_ids = self.columns["token_ids"]
         self._min_length = self.columns["sampling_record"][:, column_offset("min_length")]
         self.token_row_stride = self.token_ids.shape[1]
+        self.table_sizes = TableSizes(max_num_reqs, max_model_len, vocab_size)
 
         self.requests: dict[str, CachedRequestState] = {}
         self.req_ids: list[str] = []
@@ -157,6 +159,7 @@ class InputBatch:
 
     def record_of(self, req_id: str, params: SamplingParams, num_prompt_tokens: int) -> bytes:
         """What the device is told of a request's sampling parameters; ValueError if it cannot be."""
+        check_tables(params, self.vocab_size)
         return sampling_record(params, req_id, num_prompt_tokens, self.eos_token_ids, self.seed)
 
     def new_state(self, req_id: str, params: SamplingParams | None, num_prompt_tokens: int) -> CachedRequestState:
@@ -180,6 +183,14 @@ class InputBatch:
         entered = [i for i in dict.fromkeys(self._entered) if self.num_tokens[i]]
         self._entered = []
         return entered
+
+    def tables_of(self, index: int) -> Int32[np.ndarray, "words"] | None:
+        """What a request that has entered brings for the device's tables; None if it uses none of them."""
+        if not self.columns["sampling_flags"][index] & NEEDS_TABLES:
+            return None
+        state = self.requests[self.req_ids[self.row_of_index[index]]]
+        tokens = self.token_ids_of(state.req_id)
+        return pack(self.table_sizes, state.sampling_params, tokens, state.num_prompt_tokens)
 
     def _release(self, state: CachedRequestState) -> None:
         index = state.request_index

@@ -222,7 +222,7 @@ def _check_sampling(batch: InputBatch, req_id: str, params: SamplingParams | Non
         try:
             batch.record_of(req_id, params, num_prompt_tokens)
         except ValueError as e:
-            _fail(str(e))
+            _fail(f"request {req_id!r}: {e}")
 
 
 def _check_integers(name: str, values: Collection[object]) -> None:

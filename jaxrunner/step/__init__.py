@@ -10,24 +10,29 @@ Imports nothing of ``jaxrunner.batch``; the two meet in ``jaxrunner.runner`` onl
 from jaxrunner.step.edit_blocks import edit_blocks
 from jaxrunner.step.functions import CacheGroup, HeadInputs, StepFunctions
 from jaxrunner.step.inputs import StepArrays, unpack
+from jaxrunner.step.logprobs import packed_logprobs
 from jaxrunner.step.noise import gumbel_noise, murmur3
-from jaxrunner.step.sampling import SamplingState, filter_logits, sample
+from jaxrunner.step.sampling import SamplingState, sample
 from jaxrunner.step.state import DeviceState, enter_requests, init_state, update_block_table
+from jaxrunner.step.tables import RequestTables, enter_tables, set_allowed
 
 __all__ = [
     "CacheGroup",
     "DeviceState",
     "HeadInputs",
+    "RequestTables",
     "SamplingState",
     "StepArrays",
     "StepFunctions",
     "edit_blocks",
     "enter_requests",
-    "filter_logits",
+    "enter_tables",
     "gumbel_noise",
     "init_state",
     "murmur3",
+    "packed_logprobs",
     "sample",
+    "set_allowed",
     "unpack",
     "update_block_table",
 ]

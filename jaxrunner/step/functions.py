@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jaxrunner.sampling_columns import NEEDS_HISTORY
 from jaxrunner.step.inputs import StepArrays
 from jaxrunner.step.sampling import sample
 from jaxrunner.step.state import DeviceState
+from jaxrunner.step.tables import append_token
 from models import merge
 from pallas_kernels import (
     AttentionImplementation,
@@ -142,10 +144,19 @@ class StepFunctions:
             head_inputs.request_index[:s], head_inputs.position[:s], head_inputs.commit[:s], head_inputs.flags
         )
         logits = merge(self.graphdef, params).compute_logits(hidden[:s])
-        token = sample(logits, rows.position, state.sampling.rows(rows.request_index), rows.flags)
+        params_of_rows = state.sampling.rows(rows.request_index)
+        token = sample(logits, rows.position, params_of_rows, rows.flags, state.tables, rows.request_index)
         past_the_end = self.max_num_reqs + 1
         target = jnp.where(rows.commit, rows.request_index, past_the_end)
         state = replace(state, last_sampled=state.last_sampled.at[target].set(token, mode="drop"))
+        if state.tables is not None:
+            tables = jax.lax.cond(
+                (rows.flags & NEEDS_HISTORY) != 0,
+                lambda t: append_token(t, target, rows.position, token),
+                lambda t: t,
+                state.tables,
+            )
+            state = replace(state, tables=tables)
         sampled = jnp.where(rows.commit, token, -1)
         return (sampled, state, logits) if return_logits else (sampled, state)
 

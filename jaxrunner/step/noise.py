@@ -37,15 +37,19 @@ def murmur3(words: tuple[Array, ...], domain: int = 0) -> UInt32[Array, "..."]:
 
 
 def gumbel_noise(
-    seed: Int32[Array, "S 2"], position: Int32[Array, "S"], vocab_size: int, domain: int = 0
+    seed: Int32[Array, "S 2"],
+    position: Int32[Array, "S"],
+    vocab: int | Int32[Array, "S K"],
+    domain: int = 0,
 ) -> Float32[Array, "S V"]:
     """Gumbel noise: argmax(logits + noise) draws from softmax(logits).
 
     Args:
         seed: low and high word of each row's 64-bit seed.
         position: position in its request of the token that is drawn.
+        vocab: size of the vocabulary; or of each row the words whose noise is wanted.
     """
-    index = jnp.arange(vocab_size, dtype=jnp.uint32)[None, :]
+    index = jnp.arange(vocab, dtype=jnp.uint32)[None, :] if isinstance(vocab, int) else vocab
     bits = murmur3((seed[:, :1], seed[:, 1:], position[:, None], index), domain)
     # Small v is where large noise comes from, and float32 is finest there: v has 32 random bits near 0. Near 1 it
     # would round to 1 and give -inf.

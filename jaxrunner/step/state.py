@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from jaxrunner.request_tables import TableSizes
 from jaxrunner.sampling_columns import RECORD_WORDS, SAMPLING_COLUMNS
 from jaxrunner.step.sampling import SamplingState
+from jaxrunner.step.tables import RequestTables, init_tables
 
 
 @jax.tree_util.register_dataclass
@@ -22,14 +24,16 @@ class DeviceState:
         block_tables: per cache group [I+1, W], physical blocks. Columns past a request's blocks hold garbage.
         last_sampled: [I+1], the last committed token of each request.
         sampling: each request's sampling parameters.
+        tables: what requests bring in variable number; None: features that need them do nothing.
     """
 
     block_tables: tuple[Int32[Array, "I+1 W"], ...]
     last_sampled: Int32[Array, "I+1"]
     sampling: SamplingState
+    tables: RequestTables | None = None
 
 
-def init_state(max_num_reqs: int, table_widths: Sequence[int]) -> DeviceState:
+def init_state(max_num_reqs: int, table_widths: Sequence[int], tables: TableSizes | None = None) -> DeviceState:
     """State of a runner that knows no request yet."""
     entries = max_num_reqs + 1
     sampling = {
@@ -42,6 +46,7 @@ def init_state(max_num_reqs: int, table_widths: Sequence[int]) -> DeviceState:
         block_tables=tuple(jnp.zeros((entries, w), jnp.int32) for w in table_widths),
         last_sampled=jnp.zeros(entries, jnp.int32),
         sampling=SamplingState(**sampling),
+        tables=None if tables is None else init_tables(tables),
     )
 
 

@@ -89,10 +89,10 @@ def test_bad_prompts_are_answered_beside_good_ones(llm):
     "params",
     [
         {"stop_token_ids": [V]},
-        {"logprobs": 3},
-        {"logit_bias": {3: 1.0}},
-        {"allowed_token_ids": [3]},
-        {"bad_words": ["a"]},
+        {"thinking_token_budget": 3},
+        {"logit_bias": {V: 1.0}},
+        {"allowed_token_ids": [V]},
+        {"bad_words_token_ids": [[V]]},
     ],
 )
 def test_parameters_that_are_not_served_hurt_one_request_only(llm, params):

@@ -11,7 +11,7 @@ from models.tokenizer import Tokenizer
 from tests.jaxrunner.chain import successor_logits, word_tokenizer, write_chain
 
 
-def test_recommendations_are_taken_and_unserved_ones_left_out(caplog):
+def test_recommendations_are_taken_and_others_left_out(caplog):
     config = {
         "temperature": 0.6,
         "top_k": 20,
@@ -22,8 +22,8 @@ def test_recommendations_are_taken_and_unserved_ones_left_out(caplog):
     }
     with caplog.at_level(logging.WARNING, "jaxrunner"):
         params = recommended_params(config)
-    assert params == SamplingParams(temperature=0.6, top_k=20, max_tokens=99)
-    assert "repetition_penalty is left out" in caplog.text and "top_p is left out" in caplog.text
+    assert params == SamplingParams(temperature=0.6, top_k=20, max_tokens=99, repetition_penalty=1.1)
+    assert "top_p is left out" in caplog.text
     assert recommended_params({}) == SamplingParams()
 
 

@@ -174,7 +174,8 @@ def test_after_warm_up_nothing_compiles(fixture, runner: ModelRunner) -> None:
         ({"lora_request": object()}, "'x' uses \\['lora_request'\\]"),
         ({"mm_features": [object()]}, "'x' uses \\['mm_features'\\]"),
         ({"pooling_params": object()}, "'x' uses \\['pooling_params'\\]"),
-        ({"sampling_params": SamplingParams(logprobs=1, bad_words=["a"])}, "'x': .*\\['logprobs', 'bad_words'\\]"),
+        ({"sampling_params": SamplingParams(flat_logprobs=True)}, "'x': .*\\['flat_logprobs'\\]"),
+        ({"sampling_params": SamplingParams(bad_words=["a"])}, "'x': .*give bad_words_token_ids"),
     ],
 )
 def test_unserved_request_fields_are_refused_by_name(runner: ModelRunner, change: dict, message: str) -> None:

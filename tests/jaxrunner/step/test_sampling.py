@@ -1,11 +1,11 @@
-"""From logits to tokens: known answers, a brute-force filter, exact distributions, independence of everything else."""
+"""From logits to tokens: known answers, exact distributions, independence of everything else."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jaxrunner.sampling_columns import (
     FILTERED,
@@ -18,20 +18,16 @@ from jaxrunner.sampling_columns import (
     sampling_record,
 )
 from jaxrunner.sampling_params import SamplingParams
-from jaxrunner.step import SamplingState, enter_requests, filter_logits, gumbel_noise, init_state, murmur3, sample
+from jaxrunner.step import SamplingState, gumbel_noise, murmur3, sample
 from tests.cases_by_id import case
+from tests.jaxrunner.step.exact import adjusted, chi_square_fits, device_state, flags_of, probabilities
 
 ALL = RANDOM | FILTERED | HELD_BACK
 
 
-def state_of(*params: SamplingParams, num_prompt_tokens: int = 3, stop: tuple[int, ...] = ()) -> SamplingState:
+def state_of(*params: SamplingParams, stop: tuple[int, ...] = ()) -> SamplingState:
     """Rows of sampling state, through the record and its unpacking."""
-    records = [
-        np.frombuffer(sampling_record(p, f"r{i}", num_prompt_tokens, stop, 0), np.int32) for i, p in enumerate(params)
-    ]
-    n = len(params)
-    state = enter_requests(init_state(n, [1]), jnp.arange(n, dtype=jnp.int32), jnp.array(np.stack(records)))
-    return state.sampling.rows(jnp.arange(n))
+    return device_state(params, 64, stop=stop).sampling.rows(jnp.arange(len(params)))
 
 
 sample_jit = jax.jit(sample)
@@ -51,84 +47,50 @@ def test_murmur3_known_answers() -> None:
         assert [f"{int(h):08X}" for h in hashes] == expected[name]
 
 
-@pytest.mark.parametrize(("case_id", "field"), [("min_p", "min_p"), ("top_p", "top_p")])
-def test_filter_cases(case_id: str, field: str) -> None:
-    inputs, expected = case("runner_cases", case_id)
-    value = np.ravel(inputs[field])[0].item()
-    logits = np.log(np.array([inputs["p"]], np.float32))
-    kept = np.isfinite(filter_logits(jnp.asarray(logits - logits.max()), state_of(SamplingParams(**{field: value}))))
-    assert kept[0].astype(int).tolist() == np.ravel(expected["keep"]).tolist()
+OUTPUT = [2, 2, 5]
+DISTRIBUTIONS = [
+    {},  # only a temperature: every token may come
+    {"temperature": 0.5},
+    {"temperature": 2.0, "top_k": 3},
+    {"top_p": 0.8},
+    {"min_p": 0.2},
+    {"temperature": 1.5, "min_p": 0.05, "top_k": 6, "top_p": 0.9},
+    {"repetition_penalty": 1.5},
+    {"frequency_penalty": 0.4},
+    {"presence_penalty": -0.7},
+    {"logit_bias": {3: 1.5, 6: -2}},
+    {"allowed_token_ids": [1, 3, 5]},
+    {"bad_words_token_ids": [[5, 0], [7]]},
+    {"min_tokens": 9, "stop_token_ids": [0]},
+    {
+        **{"temperature": 0.9, "min_p": 0.02, "top_k": 6, "top_p": 0.95, "repetition_penalty": 1.2},
+        **{"frequency_penalty": 0.3, "presence_penalty": 0.2, "logit_bias": {3: 1.5}, "min_tokens": 9},
+        **{"allowed_token_ids": [0, 1, 2, 3, 5, 6, 7], "bad_words_token_ids": [[2, 5, 1]], "stop_token_ids": [4]},
+    },
+]
 
 
-def kept_by_sorting(logits: np.ndarray, min_p: float, top_k: int, top_p: float) -> np.ndarray:
-    """The filters by their definition, in float64, one after the other."""
-    keep = np.exp(logits - logits.max()) >= min_p
-    if top_k:
-        kth = np.sort(np.where(keep, logits, -np.inf))[::-1][min(top_k, len(logits)) - 1]
-        keep &= logits >= kth
-    if top_p < 1:
-        p = np.where(keep, np.exp(logits - logits.max()), 0.0)
-        p /= p.sum()
-        above = np.array([p[p > x].sum() for x in p])
-        keep &= above < top_p
-    return keep
-
-
-@given(
-    seed=st.integers(0, 10**6),
-    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
-    top_k=st.sampled_from([0, 1, 2, 5, 40, 10**7]),
-    top_p=st.sampled_from([1.0, 0.999, 0.7, 0.2, 1e-6]),
-    ties=st.booleans(),
-)
-def test_filters_against_sorting(seed: int, min_p: float, top_k: int, top_p: float, ties: bool) -> None:
-    rng = np.random.default_rng(seed)
-    logits = rng.normal(0, 2, 32).astype(np.float32)
-    if ties:
-        logits = np.round(logits)
-    params = state_of(SamplingParams(min_p=min_p, top_k=top_k, top_p=top_p))
-    scaled = logits - logits.max()
-    kept = np.isfinite(np.asarray(jax.jit(filter_logits)(jnp.asarray(scaled[None]), params)))[0]
-    expected = kept_by_sorting(scaled.astype(np.float64), min_p, top_k, top_p)
-    # At the very edge of top_p, float32 sums may go either way: only there may the two differ.
-    p = np.where(expected | kept, np.exp(scaled.astype(np.float64)), 0)
-    for token in np.flatnonzero(kept != expected):
-        above = p[p > p[token]].sum() / p.sum()
-        assert abs(above - top_p) < 1e-5, (token, above)
-    assert kept[np.argmax(logits)]
-
-
-def chi_square_fits(counts: np.ndarray, probability: np.ndarray) -> bool:
-    """The draw is plausible at the 0.1 % level (normal approximation of chi-square's tail)."""
-    total, there = counts.sum(), probability > 0
-    assert not counts[~there].any(), "a token of probability 0 was drawn"
-    expected = total * probability[there]
-    statistic, freedom = ((counts[there] - expected) ** 2 / expected).sum(), there.sum() - 1
-    return bool(statistic < freedom + 3.3 * np.sqrt(2 * freedom) + 6)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},  # only a temperature: every token may come
-        {"temperature": 0.5},
-        {"temperature": 2.0, "top_k": 3},
-        {"top_p": 0.8},
-        {"min_p": 0.2},
-        {"temperature": 1.5, "min_p": 0.05, "top_k": 6, "top_p": 0.9},
-    ],
-    ids=str,
-)
-def test_distribution(params: dict) -> None:
-    """Draws over positions follow the exact distribution of the filtered softmax."""
+@pytest.mark.parametrize("fields", DISTRIBUTIONS, ids=str)
+def test_distribution(fields: dict) -> None:
+    """Draws over seeds follow the exact distribution: of each feature, and of all together."""
     logits = np.array([1.5, 1.0, 0.3, 0.0, -0.5, -1.0, -2.0, 0.9], np.float32)
-    sampling, n = SamplingParams(seed=7, **params), 20_000
-    scaled = (logits - logits.max()).astype(np.float64) / sampling.temperature
-    keep = kept_by_sorting(scaled, sampling.min_p, sampling.top_k, sampling.top_p)
-    probability = np.where(keep, np.exp(scaled), 0)
-    rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), state_of(sampling))
+    params, n, prompt = SamplingParams(seed=7, **fields), 20_000, [1, 6]
+    state = device_state([params], 8, [prompt], [OUTPUT])
+    position = np.full(n, len(prompt) + len(OUTPUT), np.int32)
+    rows = jax.tree.map(lambda a: jnp.repeat(a[:1], n, axis=0), state.sampling)
+    rows = replace(rows, seed=jnp.stack([jnp.arange(n, dtype=jnp.int32), rows.seed[:, 1]], axis=1))
+    index = np.zeros(n, np.int32)
+    flags = np.int32(flags_of(params, len(OUTPUT)))
+    drawn = np.asarray(sample_jit(jnp.tile(logits, (n, 1)), position, rows, flags, state.tables, index))
+    expected = probabilities(adjusted(logits, params, prompt, OUTPUT), params)
+    assert chi_square_fits(np.bincount(drawn, minlength=8), expected)
+
+
+def test_draws_over_positions_follow_the_distribution() -> None:
+    logits, n = np.array([1.5, 1.0, 0.3, 0.0], np.float32), 20_000
+    rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), state_of(SamplingParams(seed=7)))
     drawn = draw(np.tile(logits, (n, 1)), np.arange(n, dtype=np.int32), rows)
-    assert chi_square_fits(np.bincount(drawn, minlength=8), probability / probability.sum())
+    assert chi_square_fits(np.bincount(drawn, minlength=4), probabilities(logits, SamplingParams()))
 
 
 def test_a_wrong_distribution_is_noticed() -> None:
