@@ -153,7 +153,7 @@ def test_min_tokens_holds_stop_tokens_back() -> None:
 def test_record_limits_and_flags() -> None:
     many = tuple(range(MAX_STOP_TOKEN_IDS + 1))
     assert len(sampling_record(SamplingParams(), "r", 1, many, 0)) == 4 * RECORD_WORDS  # nothing to hold back
-    with pytest.raises(ValueError, match="'r': min_tokens holds back at most 32 stop token ids, got 33"):
+    with pytest.raises(ValueError, match="min_tokens holds back at most 32 stop token ids, got 33"):
         sampling_record(SamplingParams(min_tokens=1), "r", 1, many, 0)
     assert sampling_flags(SamplingParams(temperature=0, top_k=5)) == 0
     assert sampling_flags(SamplingParams()) == RANDOM
