@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from jaxrunner import field_checks as checks
-from jaxrunner.shapes import StepShapes
+from jaxrunner.bucket_file import read_listed_buckets
+from jaxrunner.shapes import Buckets, Policy, StepShapes
 
 Warmup = Literal["all", "lazy"] | tuple[int, ...]
 
@@ -17,8 +18,12 @@ SHARED_RULES = {
     "gpu_memory_utilization": checks.FRACTION,
     "cpu_cache_bytes": checks.integer(1),
     "seed": checks.ANY_INTEGER,
-    "token_buckets": checks.or_none(checks.INTEGERS),
-    "logits_buckets": checks.or_none(checks.INTEGERS),
+    "token_buckets": checks.BUCKETS,
+    "logits_buckets": checks.BUCKETS,
+    "execution_mode": checks.one_of(*Policy.__members__),
+    "background_compilation": checks.BOOLEAN,
+    "compile_workers": checks.integer(1),
+    "record_shapes": checks.or_none(checks.FILE),
     "attention": checks.TEXT,
     "check_invariants": checks.BOOLEAN,
     "compilation_cache": checks.CACHE_FOLDER,
@@ -46,9 +51,17 @@ class RunnerConfig:
         num_blocks: blocks of the KV cache, the null block among them. None: as many as ``gpu_memory_utilization``
             of the device's memory has room for after weights and the largest executable's temporaries; on a device
             that states no limit (CPU), enough for every request at full length, at most ``cpu_cache_bytes``.
-        token_buckets, logits_buckets: padded sizes; None: powers of two. The limits themselves are always added.
+        token_buckets, logits_buckets: padded sizes: a tuple; "powers_of_two" (None means these), "vllm",
+            "bounded:P" (at most P % padding); or a .json file that holds the sizes, as scripts/sweep_buckets.py
+            writes it. The limits themselves are always added.
+        execution_mode: FULL, the best measured; PIECEWISE, NONE, FULL_DECODE_ONLY, FULL_AND_PIECEWISE: see
+            ``jaxrunner.shapes.modes``. Falls back as vLLM's cudagraph_mode does where attention can't take it.
         warmup: what is compiled before the first step: "all" buckets, none ("lazy", each when first met), or the
             token buckets listed.
+        background_compilation: token buckets that ``warmup`` leaves out compile beside the work, which rounds up to
+            one that is ready.
+        compile_workers: threads that compile during the warm-up.
+        record_shapes: file to which every step's shape is written, a JSON object a line.
         attention: name of an attention implementation, or "auto" for the best that takes the model and the device.
         check_invariants: check the eight invariants before every step. Costs time; free when off.
         validate: check every SchedulerOutput before anything changes.
@@ -66,9 +79,13 @@ class RunnerConfig:
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     num_blocks: int | None = None
-    token_buckets: tuple[int, ...] | None = None
-    logits_buckets: tuple[int, ...] | None = None
+    token_buckets: Buckets = None
+    logits_buckets: Buckets = None
+    execution_mode: str = "FULL"
     warmup: Warmup = "lazy"
+    background_compilation: bool = False
+    compile_workers: int = 1
+    record_shapes: Path | str | None = None
     attention: str = "auto"
     check_invariants: bool = False
     validate: bool = True
@@ -80,6 +97,7 @@ class RunnerConfig:
 
     def __post_init__(self) -> None:
         checks.check_fields(self, _RULES)
+        read_listed_buckets(self)
         if self.max_num_batched_tokens < self.max_num_reqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_reqs"
@@ -98,4 +116,5 @@ class RunnerConfig:
             min_block_size=self.block_size,
             token_buckets=self.token_buckets,
             logits_buckets=self.logits_buckets,
+            policy=Policy.of(self.execution_mode),
         )

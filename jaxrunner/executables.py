@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrunner.block_edits import EDIT_CAPACITY
+from jaxrunner.compilation_counter import CompilationCounter
+from jaxrunner.exact_call import abstract, exact
+from jaxrunner.piecewise import PiecewiseForwards
 from jaxrunner.sampling_columns import RECORD_WORDS
-from jaxrunner.shapes import StepShapes
+from jaxrunner.saved_executables import SavedExecutables, save_executables
+from jaxrunner.shapes import ExecutionMode, StepShape, StepShapes
 from jaxrunner.step import (
     DeviceState,
     StepFunctions,
@@ -32,23 +39,43 @@ TABLE_CAPACITY = 4096  # block-table cells one upload ahead of a step carries
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One executable and what it took to make."""
+    """One executable and what it took to make.
+
+    Attributes:
+        call: raises ``ArgumentMismatch`` for what it was not compiled for.
+        seconds: tracing, lowering and compiling, or loading.
+        temp_bytes, code_bytes: of its temporaries, and of the program itself where the backend says so.
+        cached: it came out of the persistent cache, or of saved executables; None: there is neither.
+        executable: JAX's own.
+        compile_anew: makes another one.
+    """
 
     name: str
     call: Callable[..., Any]
     seconds: float
     temp_bytes: int
+    code_bytes: int = 0
+    cached: bool | None = None
+    executable: Any = field(default=None, repr=False)
+    compile_anew: Callable[[], Any] | None = field(default=None, repr=False)
+
+    def describe(self) -> str:
+        """Its shape, the seconds and the memory it took."""
+        kept = ", was kept" if self.cached else ""
+        return f"{self.name}: {self.seconds:.1f} s{kept}, {self.temp_bytes / 2**20:.1f} MiB of temporaries"
 
 
 class StepExecutables:
-    """Compiles each program of a step when it is first asked for, or ahead of time, and keeps it.
+    """Compiles each program of a step when it is first asked for, or ahead of time, and keeps it. Safe for threads.
 
     Args:
-        arguments: abstract parameters, caches and state: shapes, dtypes and shardings that every call will have.
+        params, kv_caches, state: arrays or abstract ones, with the shapes, dtypes and shardings of every call.
+        counter: hears of JAX's compilations.
 
     Attributes:
         compiled: every executable so far, by name.
-        warm: set once warm-up is over; ``late`` counts what was compiled after that.
+        warm: set once warm-up is over; ``late`` counts what steps compiled after that.
+        saved: executables of an earlier run, used in place of compiling.
     """
 
     def __init__(
@@ -58,134 +85,229 @@ class StepExecutables:
         params: Any,
         kv_caches: Any,
         state: DeviceState,
+        counter: CompilationCounter | None = None,
     ) -> None:
         self._functions, self._shapes = functions, shapes
-        self._params, self._kv_caches, self._state = (jax.tree.map(_abstract, a) for a in (params, kv_caches, state))
+        self._params, self._kv_caches, self._state = (jax.tree.map(abstract, a) for a in (params, kv_caches, state))
+        self._counter = counter if counter is not None else CompilationCounter()
+        self._pieces = PiecewiseForwards(functions, shapes, self._params, self._kv_caches, self._state, self._get)
+        self._forwards: dict[tuple[ExecutionMode, int, int], Callable[..., Any]] = {}
+        self._futures: dict[str, Future[Compiled]] = {}
+        self._lock = threading.Lock()
         self.compiled: dict[str, Compiled] = {}
+        self.saved: SavedExecutables | None = None
         self.warm = False
         self.late = 0
 
-    def forward(self, num_tokens: int) -> Callable[..., Any]:
+    def forward(self, shape: StepShape) -> Callable[..., Any]:
         """(params, kv_caches, state, buffer) -> (hidden, head_inputs, kv_caches, state); caches and state donated."""
+        key = (shape.mode, shape.num_tokens, shape.num_reqs)
+        found = self._forwards.get(key)
+        if found is None:
+            make = self._pieces.forward if shape.mode is ExecutionMode.PIECEWISE else self._whole_forward
+            found = self._forwards[key] = make(shape)
+        return found
 
-        def make() -> Any:
-            layout = self._shapes.layouts[num_tokens]
+    def _whole_forward(self, shape: StepShape) -> Callable[..., Any]:
+        layout = self._shapes.layout(shape)
 
-            def forward(params: Any, kv_caches: Any, state: DeviceState, buffer: jax.Array) -> Any:
-                return self._functions.forward(params, kv_caches, state, unpack(buffer, layout))
+        def forward(params: Any, kv_caches: Any, state: DeviceState, buffer: jax.Array) -> Any:
+            return self._functions.forward(params, kv_caches, state, unpack(buffer, layout))
 
-            buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-            return jax.jit(forward, donate_argnums=(1, 2)).lower(self._params, self._kv_caches, self._state, buffer)
-
-        return self._get(f"forward[{num_tokens}]", make)
+        t, r = layout.num_tokens, layout.num_reqs
+        arguments = {
+            "params": self._params,
+            "kv_caches": self._kv_caches,
+            "state": self._state,
+            "buffer": jax.ShapeDtypeStruct((layout.size,), jnp.int32),
+        }
+        name = f"forward[{t}]" if r == self._shapes.rows(t) else f"forward[{t}x{r}]"
+        return self._get(name, forward, arguments, (1, 2))
 
     def head(self, num_rows: int, *, return_logits: bool = False) -> Callable[..., Any]:
         """(params, state, hidden, head_inputs) -> (sampled, state[, logits]); state donated."""
+        name = f"head[{num_rows}{', logits' if return_logits else ''}]"
+        found = self.compiled.get(name)
+        if found is not None:
+            return found.call
 
-        def make() -> Any:
-            def head(params: Any, state: DeviceState, hidden: jax.Array, head_inputs: Any) -> Any:
-                return self._functions.head_and_sample(
-                    params, state, hidden, head_inputs, num_rows=num_rows, return_logits=return_logits
-                )
+        def head(params: Any, state: DeviceState, hidden: jax.Array, head_inputs: Any) -> Any:
+            return self._functions.head_and_sample(
+                params, state, hidden, head_inputs, num_rows=num_rows, return_logits=return_logits
+            )
 
-            layout = self._shapes.layouts[self._shapes.tokens[0]]
-            buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-            hidden, head_inputs, _, _ = jax.eval_shape(
-                lambda p, c, s, b: self._functions.forward(p, c, s, unpack(b, layout)),
-                self._params, self._kv_caches, self._state, buffer,
-            )  # fmt: skip
-            return jax.jit(head, donate_argnums=(1,)).lower(self._params, self._state, hidden, head_inputs)
-
-        return self._get(f"head[{num_rows}{', logits' if return_logits else ''}]", make)
+        layout = self._shapes.layouts[self._shapes.tokens[0]]
+        buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        hidden, head_inputs, _, _ = jax.eval_shape(
+            lambda p, c, s, b: self._functions.forward(p, c, s, unpack(b, layout)),
+            self._params, self._kv_caches, self._state, buffer,
+        )  # fmt: skip
+        arguments = {"params": self._params, "state": self._state, "hidden": hidden, "head_inputs": head_inputs}
+        return self._get(name, head, arguments, (1,))
 
     def enter(self) -> Callable[..., Any]:
         """(state, indices [ENTER_CAPACITY], records) -> state; donated."""
-
-        def make() -> Any:
-            indices = jax.ShapeDtypeStruct((ENTER_CAPACITY,), jnp.int32)
-            records = jax.ShapeDtypeStruct((ENTER_CAPACITY, RECORD_WORDS), jnp.int32)
-            return jax.jit(enter_requests, donate_argnums=0).lower(self._state, indices, records)
-
-        return self._get("enter", make)
+        arguments = {
+            "state": self._state,
+            "indices": jax.ShapeDtypeStruct((ENTER_CAPACITY,), jnp.int32),
+            "records": jax.ShapeDtypeStruct((ENTER_CAPACITY, RECORD_WORDS), jnp.int32),
+        }
+        return self._get("enter", enter_requests, arguments, (0,))
 
     def enter_tables(self) -> Callable[..., Any]:
         """(state, index, words [TableSizes.words]) -> state; donated."""
 
-        def make() -> Any:
-            def enter(state: DeviceState, index: jax.Array, words: jax.Array) -> DeviceState:
-                assert state.tables is not None
-                return replace(state, tables=enter_tables(state.tables, index, words))
+        def enter(state: DeviceState, index: jax.Array, words: jax.Array) -> DeviceState:
+            assert state.tables is not None
+            return replace(state, tables=enter_tables(state.tables, index, words))
 
-            words = sum(math.prod(table.shape[1:]) for table in jax.tree.leaves(self._state.tables))
-            index, row = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((words,), jnp.int32)
-            return jax.jit(enter, donate_argnums=0).lower(self._state, index, row)
-
-        return self._get("enter_tables", make)
+        words = sum(math.prod(table.shape[1:]) for table in jax.tree.leaves(self._state.tables))
+        arguments = {
+            "state": self._state,
+            "index": jax.ShapeDtypeStruct((), jnp.int32),
+            "words": jax.ShapeDtypeStruct((words,), jnp.int32),
+        }
+        return self._get("enter_tables", enter, arguments, (0,))
 
     def update_table(self, group: int) -> Callable[..., Any]:
         """(state, cells [TABLE_CAPACITY], values) -> state; donated."""
 
-        def make() -> Any:
-            cells = jax.ShapeDtypeStruct((TABLE_CAPACITY,), jnp.int32)
+        def update(state: DeviceState, cells: jax.Array, values: jax.Array) -> DeviceState:
+            return update_block_table(state, group, cells, values)
 
-            def update(state: DeviceState, cells: jax.Array, values: jax.Array) -> DeviceState:
-                return update_block_table(state, group, cells, values)
-
-            return jax.jit(update, donate_argnums=0).lower(self._state, cells, cells)
-
-        return self._get(f"update_table[{group}]", make)
+        cells = jax.ShapeDtypeStruct((TABLE_CAPACITY,), jnp.int32)
+        arguments = {"state": self._state, "cells": cells, "values": cells}
+        return self._get(f"update_table[{group}]", update, arguments, (0,))
 
     def edit_blocks(self, group: int) -> Callable[..., Any]:
         """(kv_caches, sources [EDIT_CAPACITY], targets, clear) -> kv_caches; donated."""
 
-        def make() -> Any:
-            blocks = jax.ShapeDtypeStruct((EDIT_CAPACITY,), jnp.int32)
-            clear = jax.ShapeDtypeStruct((EDIT_CAPACITY,), jnp.bool_)
-            members = {layer.name for layer in self._functions.groups[group].spec.layers}
-            layers = [layer for g in self._functions.groups for layer in g.spec.layers]
-            caches = tuple(i for i, layer in enumerate(layers) if layer.name in members)
+        members = {layer.name for layer in self._functions.groups[group].spec.layers}
+        layers = [layer for g in self._functions.groups for layer in g.spec.layers]
+        caches = tuple(i for i, layer in enumerate(layers) if layer.name in members)
 
-            def edit(kv_caches: Any, sources: jax.Array, targets: jax.Array, clear: jax.Array) -> Any:
-                return edit_blocks(kv_caches, caches, sources, targets, clear)
+        def edit(kv_caches: Any, sources: jax.Array, targets: jax.Array, clear: jax.Array) -> Any:
+            return edit_blocks(kv_caches, caches, sources, targets, clear)
 
-            return jax.jit(edit, donate_argnums=0).lower(self._kv_caches, blocks, blocks, clear)
-
-        return self._get(f"edit_blocks[{group}]", make)
+        blocks = jax.ShapeDtypeStruct((EDIT_CAPACITY,), jnp.int32)
+        clear = jax.ShapeDtypeStruct((EDIT_CAPACITY,), jnp.bool_)
+        arguments = {"kv_caches": self._kv_caches, "sources": blocks, "targets": blocks, "clear": clear}
+        return self._get(f"edit_blocks[{group}]", edit, arguments, (0,))
 
     def temporaries(self) -> int:
         """Bytes of temporaries of the largest program: the forward over the budget, or the head over all rows."""
-        self.forward(self._shapes.tokens[-1])
+        budget = self._shapes.tokens[-1]
+        self.forward(self._shapes.dispatch(budget, 1))
         self.head(self._shapes.logits[-1])
         return max(compiled.temp_bytes for compiled in self.compiled.values())
 
-    def compile_all(self, token_buckets: tuple[int, ...]) -> Iterator[Compiled]:
-        """Compiles what steps of these token buckets can need, largest first, and yields each as it is ready."""
+    def jobs(self, token_buckets: tuple[int, ...]) -> list[Callable[[], object]]:
+        """What steps of up to these token buckets can need, each a call that compiles it; the largest first."""
+        shapes = self._shapes
         # A step of T tokens has at most min(T, S_max) logits rows.
-        most = min(max(token_buckets, default=1), self._shapes.max_logits)
-        last = self._shapes.dispatch(most, most).num_logits
-        jobs: list[Callable[[], object]] = [self.enter, self.enter_tables]
-        jobs += [partial(self.update_table, g) for g in range(len(self._state.block_tables))]
-        jobs += [partial(self.edit_blocks, g) for g in range(len(self._state.block_tables))]
-        jobs += [partial(self.forward, t) for t in sorted(token_buckets, reverse=True)]
-        jobs += [partial(self.head, s) for s in sorted(self._shapes.logits, reverse=True) if s <= last]
-        for job in jobs:
-            known = set(self.compiled)
-            job()
-            for name in self.compiled.keys() - known:
-                yield self.compiled[name]
+        most = min(max(token_buckets, default=1), shapes.max_logits)
+        last = shapes.logits[-1] if most > shapes.logits[-1] else min(s for s in shapes.logits if s >= most)
+        wanted = [partial(self.forward, shape) for shape in shapes.forwards(token_buckets)]
+        wanted += [partial(self.head, s) for s in sorted(shapes.logits, reverse=True) if s <= last]
+        wanted += [
+            partial(make, g)
+            for g in range(len(self._state.block_tables))
+            for make in (self.update_table, self.edit_blocks)
+        ]
+        return [*wanted, self.enter, self.enter_tables]
 
-    def _get(self, name: str, make: Callable[[], Any]) -> Callable[..., Any]:
+    def compile_all(self, token_buckets: tuple[int, ...], workers: int = 1) -> Iterator[Compiled]:
+        """Compiles what steps of these token buckets can need, largest first, and yields each as it is ready.
+
+        Args:
+            workers: threads. XLA compiles outside Python's lock, tracing stays one at a time.
+        """
+        told = set(self.compiled)
+
+        def news() -> Iterator[Compiled]:
+            for name in list(self.compiled):
+                if name not in told:
+                    told.add(name)
+                    yield self.compiled[name]
+
+        jobs = self.jobs(token_buckets)
+        if workers == 1:
+            for job in jobs:
+                job()
+                yield from news()
+            return
+        with ThreadPoolExecutor(workers, thread_name_prefix="compile") as pool:
+            for future in as_completed([pool.submit(job) for job in jobs]):
+                future.result()
+                yield from news()
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Keeps all executables so far in a folder, for ``load`` by a run with the same model, limits and device."""
+        return save_executables(Path(folder), self.compiled, self._fingerprint())
+
+    def load(self, folder: str | os.PathLike[str]) -> int:
+        """From now on takes executables from there where it has them; returns how many there are.
+
+        The folder's files are unpickled: load only what you or somebody you trust has saved.
+
+        Raises:
+            SavedExecutablesError: they are of another device kind, JAX version, model, limits or project version.
+        """
+        self.saved = SavedExecutables(Path(folder), self._fingerprint())
+        return len(self.saved.names)
+
+    def _fingerprint(self) -> Any:
+        functions = self._functions
+        groups = [(group.spec, group.implementation.name) for group in functions.groups]
+        arguments = jax.tree.map(lambda x: (x.shape, x.dtype.name), (self._params, self._kv_caches, self._state))
+        return (functions.graphdef, groups, functions.max_num_reqs, functions.max_logits, self._shapes, arguments)
+
+    def _get(
+        self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any], donate: tuple[int, ...]
+    ) -> Callable[..., Any]:
+        """The executable of that name, compiled by whoever asks first; others wait for it."""
         found = self.compiled.get(name)
-        if found is None:
-            start = time.perf_counter()
-            executable = make().compile()
-            analysis = executable.memory_analysis()
-            temp = int(getattr(analysis, "temp_size_in_bytes", 0)) if analysis is not None else 0
-            found = self.compiled[name] = Compiled(name, executable, time.perf_counter() - start, temp)
-            self.late += self.warm
-        return found.call
+        if found is not None:
+            return found.call
+        with self._lock:
+            future, mine = self._futures.get(name), False
+            if future is None:
+                future, mine = self._futures.setdefault(name, Future()), True
+        if mine:
+            try:
+                compiled = self._compile(name, function, arguments, donate)
+            except BaseException as error:
+                del self._futures[name]
+                future.set_exception(error)
+                raise
+            self.compiled[name] = compiled
+            future.set_result(compiled)
+        return future.result().call
 
+    def _compile(
+        self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any], donate: tuple[int, ...]
+    ) -> Compiled:
+        start = time.perf_counter()
+        self._counter.cached()  # forgets what was before
+        executable = self.saved.load(name) if self.saved is not None else None
+        cached: bool | None = True
 
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = x.sharding if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else None
-    return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
+        def compile_anew() -> Any:
+            @wraps(function)
+            def again(*values: Any) -> Any:  # JAX would find the function itself in its memory
+                return function(*values)
+
+            return jax.jit(again, donate_argnums=donate).lower(*arguments.values()).compile()
+
+        if executable is None:
+            executable = jax.jit(function, donate_argnums=donate).lower(*arguments.values()).compile()
+            cached = self._counter.cached()
+        analysis = executable.memory_analysis()
+        temp, code = (
+            int(getattr(analysis, f"{what}_size_in_bytes", 0)) if analysis is not None else 0
+            for what in ("temp", "generated_code")
+        )
+        call = exact(name, executable, tuple(arguments), tuple(arguments.values()))
+        if self.warm and not self._counter.is_apart():
+            self.late += 1
+        return Compiled(name, call, time.perf_counter() - start, temp, code, cached, executable, compile_anew)

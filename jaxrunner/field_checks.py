@@ -54,6 +54,10 @@ def buckets_or(*words: str) -> Rule:
 
 ANY_INTEGER = Rule(is_integer, "an integer")
 INTEGERS = Rule(is_integers, "a tuple of integers")
+BUCKETS = Rule(
+    lambda value: value is None or isinstance(value, str) or is_integers(value),
+    "a tuple of integers, a ladder's name, a .json file or None",
+)
 BOOLEAN = Rule(lambda value: isinstance(value, bool), "True or False")
 TEXT = Rule(lambda value: isinstance(value, str), "a string")
 FRACTION = Rule(
@@ -61,7 +65,7 @@ FRACTION = Rule(
     "a number in (0, 1]",
 )
 NUM_BLOCKS = or_none(Rule(integer(2).holds, "an integer of at least 2 (one block is the null block)"))
+FILE = Rule(lambda value: isinstance(value, str | Path), "a file")
 CACHE_FOLDER = Rule(
     lambda value: value is None or value is False or isinstance(value, str | Path), "a folder, None or False"
 )
-FILE = Rule(lambda value: isinstance(value, str | Path), "a file")

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrunner import field_checks as checks
+from jaxrunner.bucket_file import read_listed_buckets
 from jaxrunner.config import SHARED_RULES, RunnerConfig, Warmup
 from jaxrunner.scheduler import POLICIES, Policy, check_partial_prefills
+from jaxrunner.shapes import Buckets
 
 LONGEST_DEFAULT = 8192  # tokens of a request, where neither the user nor the model asks for less
 
@@ -47,10 +49,15 @@ class LLMConfig:
             overtake those that wait for it. 0: no such limit.
         scheduling_policy: "fcfs" (first come, first served) or "priority" (lowest ``priority`` first).
         seed: of the engine; a request without a seed derives one from it and from its request id.
-        token_buckets, logits_buckets: padded sizes of a step. None: on CPU, where compiling takes seconds a size and a
-            step is cheap, a few far apart; powers of two elsewhere.
+        token_buckets, logits_buckets: padded sizes of a step: a tuple; "powers_of_two", "vllm", "bounded:P" (at most
+            P % padding); or a .json file of sizes. None: on CPU, where compiling takes seconds a size and a step is
+            cheap, a few far apart; powers of two elsewhere.
+        execution_mode: FULL, PIECEWISE, NONE, FULL_DECODE_ONLY or FULL_AND_PIECEWISE (vLLM's cudagraph_mode).
         warmup: what is compiled before the first request: "all" sizes, none ("lazy"), the token buckets listed, or
             "auto": lazy on CPU, all elsewhere.
+        background_compilation: sizes that ``warmup`` leaves out compile beside the work.
+        compile_workers: threads that compile before the first request.
+        record_shapes: file to which every step's shape is written, for scripts/sweep_buckets.py.
         attention: name of an attention implementation, or "auto".
         check_invariants: check the eight invariants before every step.
         compilation_cache: folder for compiled programs; None: one in the user's cache folder; False: none.
@@ -73,9 +80,13 @@ class LLMConfig:
     max_long_partial_prefills: int = 0
     scheduling_policy: Policy = "fcfs"
     seed: int = 0
-    token_buckets: tuple[int, ...] | None = None
-    logits_buckets: tuple[int, ...] | None = None
+    token_buckets: Buckets = None
+    logits_buckets: Buckets = None
+    execution_mode: str = "FULL"
     warmup: Warmup | Literal["auto"] = "auto"
+    background_compilation: bool = False
+    compile_workers: int = 1
+    record_shapes: Path | str | None = None
     attention: str = "auto"
     check_invariants: bool = False
     compilation_cache: Path | str | Literal[False] | None = None
@@ -86,6 +97,7 @@ class LLMConfig:
         check_partial_prefills(
             self.max_num_partial_prefills, self.max_long_partial_prefills, self.long_prefill_token_threshold
         )
+        read_listed_buckets(self)
         seqs, budget = self.max_num_seqs, self.max_num_batched_tokens
         if seqs is not None and budget is not None and budget < seqs:
             raise ValueError(
@@ -119,22 +131,14 @@ class LLMConfig:
             tokens = tokens if tokens is not None else spread_buckets(budget)
             logits = logits if logits is not None else spread_buckets(seqs)
         warmup: Warmup = ("lazy" if cpu else "all") if self.warmup == "auto" else self.warmup
+        shared = {name: getattr(self, name) for name in SHARED_RULES}
         return RunnerConfig(
+            **shared | {"token_buckets": tokens, "logits_buckets": logits},
             max_model_len=length,
             max_num_reqs=seqs,
             max_num_batched_tokens=budget,
-            block_size=self.block_size,
             num_blocks=self.num_gpu_blocks_override,
-            token_buckets=tokens,
-            logits_buckets=logits,
             warmup=warmup,
-            attention=self.attention,
-            check_invariants=self.check_invariants,
-            seed=self.seed,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            cpu_cache_bytes=self.cpu_cache_bytes,
-            compilation_cache=self.compilation_cache,
-            trace=self.trace,
         )
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from jaxrunner.executables import Compiled
@@ -85,13 +85,20 @@ class TqdmProgress:
 
 
 @contextmanager
-def compile_status(quiet: bool) -> Iterator[Callable[[Compiled], None]]:
-    """A line on stderr, where that is a terminal, that tells which programs the warm-up has compiled."""
+def compile_status(quiet: bool) -> Iterator[Callable[[Compiled, int], None]]:
+    """A bar on stderr, where that is a terminal, over the programs that the warm-up compiles."""
     if quiet:
-        yield lambda compiled: None
+        yield lambda compiled, total: None
         return
-    with Console(stderr=True).status("getting ready") as status:
-        yield lambda compiled: status.update(f"compiling: {compiled.name} took {compiled.seconds:.1f} s")
+    columns = (TextColumn("getting ready"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def tell(compiled: Compiled, total: int) -> None:
+            progress.update(task, advance=1, total=total, description=compiled.describe())
+
+        yield tell
 
 
 def make_progress(use_tqdm: bool | Callable[..., Any], num_requests: int, max_tokens: int) -> RunProgress:

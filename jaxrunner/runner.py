@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrunner.background import BackgroundCompilation
 from jaxrunner.batch import (
     BufferRing,
     InputBatch,
@@ -22,6 +23,7 @@ from jaxrunner.batch import (
 )
 from jaxrunner.block_edits import block_edits
 from jaxrunner.compilation_cache import use_compilation_cache
+from jaxrunner.compilation_counter import CompilationCounter
 from jaxrunner.config import RunnerConfig
 from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, Compiled, StepExecutables
 from jaxrunner.invariants import check_invariants
@@ -30,6 +32,8 @@ from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.refusals import refuse_unserved
 from jaxrunner.request_tables import TableSizes
 from jaxrunner.sampling_columns import RECORD_WORDS
+from jaxrunner.shape_record import ShapeRecorder
+from jaxrunner.shapes import StepShapes, Support, supported_policy
 from jaxrunner.step import CacheGroup, DeviceState, StepFunctions, init_state
 from jaxrunner.trace.encode import Geometry, StepRecord
 from jaxrunner.trace.recorder import Recorder, StepRecorder
@@ -37,6 +41,10 @@ from models import Decoder, split
 from pallas_kernels import GroupSpec, KVCache, choose_attention
 
 _PADDING_INDEX = np.iinfo(np.int32).max  # past every table: a scatter drops it
+
+
+OnCompiled = Callable[[Compiled, int], None]
+"""Called with each executable as it is ready, and the number of programs that the warm-up makes in all."""
 
 
 @dataclass(slots=True)
@@ -78,7 +86,7 @@ class ModelRunner:
     Args:
         model: a decoder of ``models`` with its parameters.
         eos_token_ids: what min_tokens holds back; None: those of the model's configuration.
-        on_compiled: called with each executable of the warm-up, as it is ready; for a progress bar.
+        on_compiled: for a progress bar; see ``OnCompiled``.
 
     Attributes:
         batch: the persistent batch (host).
@@ -86,6 +94,10 @@ class ModelRunner:
         attention_choice: why which attention implementation was taken, a line each.
         times: where the time went.
         recorder: writes the trace, if ``config.trace`` asks for one; its ``close`` ends the file.
+        counter: hears of JAX's compilations; its hits and misses are those of the persistent cache.
+        compilations: what JAX compiled while a step ran, after warm-up: 0, or something is wrong. (Mode NONE and a
+            lazy warm-up compile when they meet a shape, and that is counted.)
+        background: compiles what the warm-up left out, where ``config.background_compilation`` asks for it.
     """
 
     def __init__(
@@ -94,7 +106,7 @@ class ModelRunner:
         config: RunnerConfig | None = None,
         *,
         eos_token_ids: tuple[int, ...] | None = None,
-        on_compiled: Callable[[Compiled], None] | None = None,
+        on_compiled: OnCompiled | None = None,
     ) -> None:
         self.config = config = config or RunnerConfig()
         use_compilation_cache(config.compilation_cache)
@@ -104,7 +116,10 @@ class ModelRunner:
                 f"max_model_len is {config.max_model_len}, the model was made for"
                 f" {model.config.max_position_embeddings} tokens: lower it"
             )
-        self.shapes = config.shapes()
+        self.counter = CompilationCounter()
+        self.compilations = 0
+        self.background: BackgroundCompilation | None = None
+        self._recorder = ShapeRecorder(config.record_shapes) if config.record_shapes is not None else None
         graphdef, self.params = split(model)
         self._cache_dtype = dtype = model.dtype
         layers = model.config.attention_layers()
@@ -113,6 +128,9 @@ class ModelRunner:
             layers, config.block_size, dtype, platform, requested=config.attention
         )
         self.attention_choice = [*(f"passed over {r}" for r in refusals), f"took {implementation.name}"]
+        shapes = config.shapes()
+        policy = supported_policy(shapes.policy, Support[implementation.support.name], shapes.query_len)
+        self.shapes: StepShapes = replace(shapes, policy=policy)
         group = CacheGroup(GroupSpec(config.block_size, layers), implementation)
         self.functions = StepFunctions(graphdef, (group,), config.max_num_reqs, self.shapes.max_logits)
         self._eos_token_ids = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
@@ -189,22 +207,32 @@ class ModelRunner:
         self.kv_caches = allocate_caches(layers, self.cache_plan.num_blocks, config.block_size, dtype)
 
     def _executables(self, kv_caches: tuple[KVCache, ...]) -> StepExecutables:
-        return StepExecutables(self.functions, self.shapes, self.params, kv_caches, self.state)
+        return StepExecutables(self.functions, self.shapes, self.params, kv_caches, self.state, self.counter)
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the KV cache, the null block among them."""
         return self.cache_plan.num_blocks
 
-    def warm_up(self, on_compiled: Callable[[Compiled], None] | None = None) -> None:
-        """Compiles what ``config.warmup`` asks for. After "all", a step never compiles."""
-        wanted = self.config.warmup
-        if wanted == "lazy":
+    def warm_up(self, on_compiled: OnCompiled | None = None) -> None:
+        """Compiles what ``config.warmup`` asks for. After "all", a step never compiles.
+
+        With ``config.background_compilation`` the token budget's bucket is compiled in any case, and what is left out
+        follows beside the work.
+        """
+        config, shapes, wanted = self.config, self.shapes, self.config.warmup
+        tokens = shapes.tokens if wanted == "all" else () if wanted == "lazy" else tuple(wanted)
+        if config.background_compilation:
+            tokens = tuple(sorted({*tokens, shapes.tokens[-1]}))
+        if not tokens:
             return
-        for compiled in self.executables.compile_all(self.shapes.tokens if wanted == "all" else tuple(wanted)):
+        total = len(self.executables.jobs(tokens))
+        for compiled in self.executables.compile_all(tokens, config.compile_workers):
             if on_compiled is not None:
-                on_compiled(compiled)
+                on_compiled(compiled, total)
         self.executables.warm = True
+        if config.background_compilation:
+            self.background = BackgroundCompilation(self.executables, shapes, tokens, self.counter)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *, return_logits: bool = False) -> ModelRunnerOutput:
         """One step: ``submit`` and its ``result``.
@@ -238,14 +266,19 @@ class ModelRunner:
             if recorder is not None:
                 recorder.finish(recorder.begin(scheduler_output, None), [], {"update": updated - start})
             return Pending(self, None, None, _result=ModelRunnerOutput())
-        inputs = prepare_inputs(self.batch, scheduler_output, self.shapes, buffers=self._buffers)
+        shapes = self.shapes if self.background is None else self.background.ready
+        inputs = prepare_inputs(self.batch, scheduler_output, shapes, buffers=self._buffers)
+        if self._recorder is not None:
+            self._recorder.write(inputs)
         if self.config.check_invariants:
             check_invariants(self.batch, scheduler_output, inputs)
         prepared = clock()
         record = None if recorder is None else recorder.begin(scheduler_output, inputs)
-        dispatching = clock()
+        dispatching, compilations = clock(), self.counter.compilations
         sampled, logits = self._dispatch(inputs, return_logits)
         dispatched = clock()
+        if self.executables.warm:
+            self.compilations += self.counter.compilations - compilations
         self._pending = Pending(self, inputs, sampled, logits, record)
         times = self.times
         times.update += updated - start
@@ -261,7 +294,7 @@ class ModelRunner:
 
     def _dispatch(self, inputs: StepInputs, return_logits: bool) -> tuple[jax.Array, jax.Array | None]:
         run, shape = self.executables, inputs.shape
-        forward = run.forward(shape.num_tokens)
+        forward = run.forward(shape)
         head = run.head(shape.num_logits, return_logits=return_logits)
         self._upload_ahead(inputs)
         hidden, head_inputs, self.kv_caches, self.state = forward(

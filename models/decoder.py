@@ -13,7 +13,7 @@ from models.config import ModelConfig
 from models.layers import DecoderLayer, RMSNorm
 from models.linear import LinearWeights, linear
 from models.parameters import Initializer
-from models.rope import rope_table
+from models.rope import RopeTable, rope_table
 from pallas_kernels import KVCache, StepAttention
 
 
@@ -69,14 +69,23 @@ class Decoder(nnx.Module):
         if len(kv_caches) != config.num_layers:
             raise ValueError(f"got {len(kv_caches)} KV caches for {config.num_layers} layers")
         x = self.embed(tokens) if jnp.issubdtype(tokens.dtype, jnp.integer) else tokens.astype(self.dtype)
-        table = rope_table(config.rope, config.head_dim, positions)
-        local_table = table if config.local_rope is None else rope_table(config.local_rope, config.head_dim, positions)
+        tables = self.rope_tables(positions)
         updated = []
         for layer, cache in zip(self.layers, kv_caches, strict=True):
             facts = layer.attention.layer
-            x, cache = layer(x, table if facts.window is None else local_table, cache, attention[facts.group])
+            x, cache = layer(x, self.table_of(layer, tables), cache, attention[facts.group])
             updated.append(cache)
         return self.norm(x), tuple(updated)
+
+    def rope_tables(self, positions: Int[Array, "T"]) -> tuple[RopeTable, ...]:
+        """The rotations of a step: of all layers, and of those with a window where they have their own."""
+        config = self.config
+        ropes = (config.rope,) if config.local_rope is None else (config.rope, config.local_rope)
+        return tuple(rope_table(rope, config.head_dim, positions) for rope in ropes)
+
+    def table_of(self, layer: DecoderLayer, tables: tuple[RopeTable, ...]) -> RopeTable:
+        """The one of ``rope_tables`` that a layer rotates by."""
+        return tables[0] if layer.attention.layer.window is None else tables[-1]
 
     def embed(self, token_ids: Int[Array, "T"]) -> Float[Array, "T E"]:
         """Embeddings of tokens, scaled if the configuration says so.

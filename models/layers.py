@@ -33,7 +33,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections around a kernel that keeps the keys and values.
+    """Projections before and behind a kernel that keeps the keys and values.
 
     Attributes:
         name: prefix of its projections' names.
@@ -49,9 +49,10 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(make, config, layer.head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(make, config, layer.head_dim) if config.qk_norm else None
 
-    def __call__(
-        self, x: Float[Array, "T E"], table: RopeTable, cache: KVCache, attention: StepAttention
-    ) -> tuple[Float[Array, "T E"], KVCache]:
+    def project(
+        self, x: Float[Array, "T E"], table: RopeTable
+    ) -> tuple[Float[Array, "T H D"], Float[Array, "T Hkv D"], Float[Array, "T Hkv D"]]:
+        """Queries, keys and values as attention takes them: normalised and rotated."""
         layer, num_tokens = self.layer, x.shape[0]
         q_end = layer.num_heads * layer.head_dim
         k_end = q_end + layer.num_kv_heads * layer.head_dim
@@ -61,8 +62,10 @@ class Attention(nnx.Module):
         v = qkv[:, k_end:].reshape(num_tokens, layer.num_kv_heads, layer.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out, cache = attention(apply_rope(q, table), apply_rope(k, table), v, cache, layer)
-        return linear(f"{self.name}.o", self.o, out.reshape(num_tokens, q_end)), cache
+        return apply_rope(q, table), apply_rope(k, table), v
+
+    def output(self, out: Float[Array, "T H D"]) -> Float[Array, "T E"]:
+        return linear(f"{self.name}.o", self.o, out.reshape(out.shape[0], -1))
 
 
 class MLP(nnx.Module):
@@ -100,7 +103,19 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "T E"], table: RopeTable, cache: KVCache, attention: StepAttention
     ) -> tuple[Float[Array, "T E"], KVCache]:
-        out, cache = self.attention(self.input_norm(x), table, cache, attention)
+        q, k, v = self.before_attention(x, table)
+        out, cache = attention(q, k, v, cache, self.attention.layer)
+        return self.after_attention(x, out), cache
+
+    def before_attention(
+        self, x: Float[Array, "T E"], table: RopeTable
+    ) -> tuple[Float[Array, "T H D"], Float[Array, "T Hkv D"], Float[Array, "T Hkv D"]]:
+        """The dense half before attention: queries, keys and values of the stream."""
+        return self.attention.project(self.input_norm(x), table)
+
+    def after_attention(self, x: Float[Array, "T E"], attended: Float[Array, "T H D"]) -> Float[Array, "T E"]:
+        """The dense half behind it: what attention gave and the MLP, added to the stream."""
+        out = self.attention.output(attended)
         x = x + (out if self.attention_norm is None else self.attention_norm(out))
         out = self.mlp(self.mlp_input_norm(x))
-        return x + (out if self.mlp_norm is None else self.mlp_norm(out)), cache
+        return x + (out if self.mlp_norm is None else self.mlp_norm(out))

@@ -138,6 +138,23 @@ class StepShapes:
         rows = found.num_reqs if found.num_reqs is not None else min(round_up(n, self.requests), found.num_tokens)
         return StepShape(found.num_tokens, rows, round_up(max(num_logits, 1), self.logits), found.mode, found.uniform)
 
+    def forwards(self, token_buckets: Iterable[int]) -> list[StepShape]:
+        """Every shape that the forward can have at these token buckets and at all of uniform decodes, largest first.
+
+        None of mode NONE: those follow the steps.
+        """
+        budgets = sorted(token_buckets, reverse=True)
+        found = []
+        if self.policy.mixed is ExecutionMode.FULL:
+            found += [self.full(t) for t in budgets]
+        elif self.policy.mixed is ExecutionMode.PIECEWISE:
+            for t in budgets:
+                rows = {min(r, t) for r in self.requests}
+                found += [StepShape(t, r, 1, ExecutionMode.PIECEWISE) for r in sorted(rows, reverse=True)]
+        largest = max(budgets, default=0)
+        found += [StepShape(t, t // self.query_len, t, uniform=True) for t in reversed(self.uniform) if t <= largest]
+        return found
+
     def only(self, tokens: Iterable[int], logits: Iterable[int]) -> StepShapes:
         """The same with fewer buckets, the limits among them: what is ready while the rest is being compiled."""
         return replace(self, token_buckets=tuple(tokens), logits_buckets=tuple(logits))

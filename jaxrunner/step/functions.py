@@ -14,6 +14,7 @@ from jaxrunner.sampling_columns import NEEDS_HISTORY
 from jaxrunner.step.inputs import StepArrays
 from jaxrunner.step.sampling import sample
 from jaxrunner.step.state import DeviceState
+from jaxrunner.step.stream import TokenStream, token_stream
 from jaxrunner.step.tables import append_token
 from models import merge
 from pallas_kernels import (
@@ -22,7 +23,6 @@ from pallas_kernels import (
     GroupSpec,
     KVCache,
     StepAttention,
-    request_indices,
     slot_mapping,
 )
 
@@ -89,38 +89,11 @@ class StepFunctions:
             Hidden states after the final norm, only of the tokens in ``inputs.logits_indices``; what the head needs
             to know of them; the caches; the state with the step's block-table updates.
         """
-        state = self._with_table_updates(state, inputs)
-        num_tokens, num_rows = inputs.token_ids.shape[0], inputs.idx_mapping.shape[0]
-        starts = inputs.query_start_loc
-        query_lens = starts[1:] - starts[:-1]
-        seq_lens = jnp.where(query_lens > 0, inputs.num_computed + query_lens, 0)
-
-        token = jnp.arange(num_tokens, dtype=jnp.int32)
-        real = token < inputs.num_tokens
-        row = jnp.minimum(request_indices(starts, num_tokens), num_rows - 1)
-        positions = jnp.where(real, inputs.num_computed[row] + token - starts[row], 0)
-
-        # The last token before the drafts may be one that only the device knows.
-        sampled_at = starts[1:] - 1 - inputs.num_draft
-        from_device = real & (inputs.use_device[row] != 0) & (token == sampled_at[row])
-        token_ids = jnp.where(from_device, state.last_sampled[inputs.idx_mapping[row]], inputs.token_ids)
-
-        is_prefilling = (query_lens > 0) & (inputs.num_computed < inputs.num_prompt)
-        attention = [
-            self._attention(g, group, state, inputs, query_lens, seq_lens, positions, is_prefilling)
-            for g, group in enumerate(self.groups)
-        ]
-        hidden, kv_caches = merge(self.graphdef, params)(token_ids, positions, kv_caches, attention)
-
-        at = _pad_rows(inputs.logits_indices, self.max_logits)
-        logits_row = jnp.arange(self.max_logits, dtype=jnp.int32)
-        used = logits_row < inputs.num_logits
-        head_inputs = HeadInputs(
-            request_index=jnp.where(used, inputs.idx_mapping[row[at]], self.max_num_reqs),
-            position=jnp.where(used, positions[at] + 1, 0),
-            commit=used & (seq_lens >= inputs.num_known)[row[at]],
-            flags=inputs.flags,
-        )
+        state = self.with_table_updates(state, inputs)
+        stream = token_stream(state, inputs)
+        attention = [self.attention(g, state, inputs, stream) for g in range(len(self.groups))]
+        hidden, kv_caches = merge(self.graphdef, params)(stream.token_ids, stream.positions, kv_caches, attention)
+        at, head_inputs = self.head_inputs(inputs, stream)
         return hidden[at], head_inputs, kv_caches, state
 
     def head_and_sample(
@@ -175,7 +148,8 @@ class StepFunctions:
         sampled, state, *logits = self.head_and_sample(params, state, hidden, head_inputs, return_logits=return_logits)
         return (sampled, kv_caches, state, *logits, *([hidden] if return_hidden else []))
 
-    def _with_table_updates(self, state: DeviceState, inputs: StepArrays) -> DeviceState:
+    def with_table_updates(self, state: DeviceState, inputs: StepArrays) -> DeviceState:
+        """The state with the block-table cells that the step brings."""
         tables: Sequence[Array] = state.block_tables
         updated = []
         for g, table in enumerate(tables):
@@ -183,34 +157,38 @@ class StepFunctions:
             updated.append(table.reshape(-1).at[cells].set(inputs.update_value, mode="drop").reshape(table.shape))
         return replace(state, block_tables=tuple(updated))
 
-    def _attention(
-        self,
-        g: int,
-        group: CacheGroup,
-        state: DeviceState,
-        inputs: StepArrays,
-        query_lens: Int32[Array, "R"],
-        seq_lens: Int32[Array, "R"],
-        positions: Int32[Array, "T"],
-        is_prefilling: Bool[Array, "R"],
-    ) -> StepAttention:
+    def attention(self, g: int, state: DeviceState, inputs: StepArrays, stream: TokenStream) -> StepAttention:
+        """What the layers of group ``g`` attend by, built once for all of them."""
+        group, seq_lens = self.groups[g], stream.seq_lens
         size = group.spec.block_size
         table = state.block_tables[g][inputs.idx_mapping]
         used = (seq_lens + size - 1) // size
         table = jnp.where(jnp.arange(table.shape[1], dtype=jnp.int32)[None, :] < used[:, None], table, 0)
-        slots = slot_mapping(inputs.query_start_loc, positions, table, block_size=size)
+        slots = slot_mapping(inputs.query_start_loc, stream.positions, table, block_size=size)
         common = CommonAttentionMetadata.make(
             query_start_loc=inputs.query_start_loc,
             seq_lens=seq_lens,
             block_table=table,
             slot_mapping=slots,
-            positions=positions,
+            positions=stream.positions,
             num_reqs=inputs.num_reqs,
-            is_prefilling=is_prefilling,
+            is_prefilling=stream.is_prefilling,
             block_size=size,
         )
         metadata = group.implementation.build(common, group.spec)
         return StepAttention(group.implementation, metadata, slots)
+
+    def head_inputs(self, inputs: StepArrays, stream: TokenStream) -> tuple[Int32[Array, "S_max"], HeadInputs]:
+        """The tokens whose hidden states get logits, and what the head knows of each."""
+        at = _pad_rows(inputs.logits_indices, self.max_logits)
+        row = stream.row[at]
+        used = jnp.arange(self.max_logits, dtype=jnp.int32) < inputs.num_logits
+        return at, HeadInputs(
+            request_index=jnp.where(used, inputs.idx_mapping[row], self.max_num_reqs),
+            position=jnp.where(used, stream.positions[at] + 1, 0),
+            commit=used & (stream.seq_lens >= inputs.num_known)[row],
+            flags=inputs.flags,
+        )
 
 
 def _pad_rows(values: Int32[Array, "S"], length: int) -> Int32[Array, "length"]:

@@ -9,6 +9,7 @@ import pytest
 from jaxrunner.config import RunnerConfig
 
 BASE: dict[str, Any] = {"max_num_reqs": 4, "max_num_batched_tokens": 32}
+BUCKETS = "a tuple of integers, a ladder's name, a .json file or None"
 SIZE = "an integer of at least 1"
 
 
@@ -20,7 +21,7 @@ SIZE = "an integer of at least 1"
         *(("num_blocks", v, "an integer of at least 2 (one block is the null block) or None") for v in (1, 2.5, "9")),
         *(("gpu_memory_utilization", v, "a number in (0, 1]") for v in (0, 1.5, "a", True, float("nan"), None)),
         *(("seed", v, "an integer") for v in ("x", 1.0, None, True)),
-        *((f, v, "a tuple of integers or None") for f in ("token_buckets", "logits_buckets") for v in (3, (2.5,), "4")),
+        *((f, v, BUCKETS) for f in ("token_buckets", "logits_buckets") for v in (3, (2.5,))),
         *(("warmup", v, "'all', 'lazy' or a tuple of token buckets") for v in ("some", 5, (2.5,), None, True)),
         *(("attention", v, "a string") for v in (None, 3)),
         *((f, v, "True or False") for f in ("check_invariants", "validate") for v in ("no", 1, None)),

@@ -7,6 +7,8 @@ import pytest
 from jaxrunner import LLM
 from jaxrunner.llm_config import LLMConfig, spread_buckets
 
+BUCKETS = "a tuple of integers, a ladder's name, a .json file or None"
+
 
 def test_defaults_on_cpu_are_few_shapes_compiled_when_met():
     config = LLMConfig().runner_config(2048, "cpu")
@@ -54,8 +56,8 @@ def test_a_budget_above_all_that_can_run_is_not_made_up():
         ("gpu_memory_utilization", 0.0, "a number in (0, 1]"),
         ("cpu_cache_bytes", 1e9, "an integer of at least 1"),
         ("seed", None, "an integer"),
-        ("token_buckets", 32, "a tuple of integers or None"),
-        ("logits_buckets", [2.5], "a tuple of integers or None"),
+        ("token_buckets", 32, BUCKETS),
+        ("logits_buckets", [2.5], BUCKETS),
         ("warmup", 5, "'auto', 'all', 'lazy' or a tuple of token buckets"),
         ("attention", None, "a string"),
         ("check_invariants", "yes", "True or False"),

@@ -228,7 +228,7 @@ def test_submit_and_result(runner: ModelRunner) -> None:
 
 def test_an_argument_that_fits_no_executable_is_an_error(runner: ModelRunner) -> None:
     """Executables cannot recompile: a wrong dtype is refused, not served by a new program."""
-    forward = runner.executables.forward(4)
+    forward = runner.executables.forward(runner.shapes.full(4))
     layout = runner.shapes.layouts[4]
     with pytest.raises(TypeError, match="float32"):
         forward(runner.params, runner.kv_caches, runner.state, np.zeros(layout.size, np.float32))
