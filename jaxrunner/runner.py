@@ -49,9 +49,11 @@ OnCompiled = Callable[[Compiled, int], None]
 
 @dataclass(slots=True)
 class SegmentTimes:
-    """Where the time of the steps so far went, in seconds."""
+    """Where the time of the steps so far went, in seconds; and how many there were, with how many tokens."""
 
     steps: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0  # tokens of their buckets
     update: float = 0.0  # merging differences, checks
     prepare: float = 0.0  # packing the upload
     dispatch: float = 0.0  # uploads and calls of the executables
@@ -337,6 +339,8 @@ class ModelRunner:
         self._pending = None
         times = self.times
         times.steps += 1
+        times.tokens += inputs.num_tokens
+        times.padded_tokens += inputs.shape.num_tokens
         times.wait += arrived - start
         recorded = clock()
         times.record += recorded - arrived
