@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxrunner.llm import LLM
     from jaxrunner.llm_config import LLMConfig
     from jaxrunner.loading import LoadedModel, load_model
+    from jaxrunner.logprobs import Logprob
     from jaxrunner.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceDelta
     from jaxrunner.protocol import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
     from jaxrunner.runner import ModelRunner, Pending
@@ -43,6 +44,7 @@ _HOME = {
     "CompletionOutput": "outputs",
     "RequestMetrics": "outputs",
     "SequenceDelta": "outputs",
+    "Logprob": "logprobs",
     "Engine": "engine",
     "StepResult": "engine",
     "EngineStats": "engine",
@@ -74,6 +76,7 @@ __all__ = [
     "InputBatch",
     "LLMConfig",
     "LoadedModel",
+    "Logprob",
     "ModelRunner",
     "ModelRunnerOutput",
     "NewRequestData",

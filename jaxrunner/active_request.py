@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxrunner.logprobs import LogprobsLists, SequenceLogprobs
 from jaxrunner.outputs import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SequenceDelta
 from jaxrunner.request import Request
 from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
@@ -20,9 +21,10 @@ class ActiveSequence:
     parent: ActiveRequest
     request: Request
     text: SequenceText
+    logprobs: SequenceLogprobs
     output: CompletionOutput
 
-    def take(self, update: RequestUpdate) -> SequenceDelta:
+    def take(self, update: RequestUpdate, logprobs: LogprobsLists | None = None) -> SequenceDelta:
         """Takes in what a step brought; the delta says whether that ended the sequence."""
         text, reason = self.text, update.finish_reason
         stop_reason: int | str | None = update.stop_reason
@@ -32,7 +34,9 @@ class ActiveSequence:
             reason, stop_reason = "stop", text.stop_reason
         self.output.token_ids.extend(tokens)
         self.output.text = text.text
-        return self._delta(tokens, reason, stop_reason)
+        new = self.logprobs.append(logprobs and logprobs.rows(0, taken))
+        self.output.cumulative_logprob = self.logprobs.cumulative
+        return replace(self._delta(tokens, reason, stop_reason), logprobs=new)
 
     def end(self, reason: str) -> SequenceDelta:
         """Ended from outside: what was held back of its text may be shown."""
@@ -46,7 +50,13 @@ class ActiveSequence:
 
     def so_far(self) -> CompletionOutput:
         """All tokens, and as much of the text as nothing later takes back."""
-        return replace(self.output, text=self.text.shown, token_ids=list(self.output.token_ids))
+        logprobs = self.output.logprobs
+        return replace(
+            self.output,
+            text=self.text.shown,
+            token_ids=list(self.output.token_ids),
+            logprobs=None if logprobs is None else list(logprobs),
+        )
 
 
 class ActiveRequest:
@@ -65,10 +75,10 @@ class ActiveRequest:
         self.sequences: list[ActiveSequence] = []
         self.running: set[ActiveSequence] = set()
 
-    def add(self, request: Request, text: SequenceText) -> ActiveSequence:
+    def add(self, request: Request, text: SequenceText, logprobs: SequenceLogprobs) -> ActiveSequence:
         """One more sequence."""
-        output = CompletionOutput(len(self.sequences), "", [])
-        sequence = ActiveSequence(self, request, text, output)
+        output = CompletionOutput(len(self.sequences), "", [], logprobs.cumulative, logprobs.positions)
+        sequence = ActiveSequence(self, request, text, logprobs, output)
         self.output.outputs.append(output)
         self.sequences.append(sequence)
         self.running.add(sequence)
@@ -100,7 +110,12 @@ class ActiveRequest:
 
 def _part(delta: SequenceDelta) -> CompletionOutput:
     return CompletionOutput(
-        delta.index, delta.text, delta.token_ids, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+        delta.index,
+        delta.text,
+        delta.token_ids,
+        logprobs=delta.logprobs,
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
     )
 
 

@@ -126,4 +126,7 @@ def merged(outputs: list[RequestOutput], kind: RequestOutputKind) -> RequestOutp
 
 
 def _joined(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
-    return replace(second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids)
+    logprobs = None if second.logprobs is None else [*(first.logprobs or ()), *second.logprobs]
+    return replace(
+        second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids, logprobs=logprobs
+    )

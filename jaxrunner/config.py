@@ -18,6 +18,7 @@ SHARED_RULES = {
     "gpu_memory_utilization": checks.FRACTION,
     "cpu_cache_bytes": checks.integer(1),
     "seed": checks.ANY_INTEGER,
+    "max_logprobs": checks.integer(-1),
     "token_buckets": checks.BUCKETS,
     "logits_buckets": checks.BUCKETS,
     "execution_mode": checks.one_of(*Policy.__members__),
@@ -66,6 +67,8 @@ class RunnerConfig:
         check_invariants: check the eight invariants before every step. Costs time; free when off.
         validate: check every SchedulerOutput before anything changes.
         seed: of the engine; requests without a seed derive theirs from it.
+        max_logprobs: the most likely tokens of which a request may want the log probabilities; -1: all. Every step
+            has room for as many, so all cost memory: 8 bytes x vocabulary x logits rows.
         compilation_cache: folder in which compiled programs are kept between runs; None: the user's cache folder;
             False: nowhere.
         trace: file to which a record of every step is written (``jaxrunner.trace``); None: nowhere.
@@ -90,6 +93,7 @@ class RunnerConfig:
     check_invariants: bool = False
     validate: bool = True
     seed: int = 0
+    max_logprobs: int = 20
     gpu_memory_utilization: float = 0.9
     cpu_cache_bytes: int = 1 << 30
     compilation_cache: Path | str | Literal[False] | None = None

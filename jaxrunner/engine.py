@@ -12,6 +12,7 @@ from jaxrunner.config import RunnerConfig
 from jaxrunner.detokenizer import TextDecoder
 from jaxrunner.kv_cache.manager import KVCacheManager, PrefixCacheStats
 from jaxrunner.kv_cache.spec import KVCacheConfig
+from jaxrunner.logprobs import SequenceLogprobs, TokenTexts
 from jaxrunner.outputs import Prompt, RequestOutput, SequenceDelta
 from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.request import Request
@@ -106,6 +107,7 @@ class Engine:
             max_num_partial_prefills=max_num_partial_prefills,
             max_long_partial_prefills=max_long_partial_prefills,
         )
+        self._token_texts = TokenTexts(tokenizer)
         self._requests: dict[str, ActiveRequest] = {}
         self._sequences: dict[str, ActiveSequence] = {}  # those that run, by the scheduler's id
         self.scheduler = self._new_scheduler()
@@ -154,7 +156,8 @@ class Engine:
                 leader = leader or request
                 text = SequenceText(self.tokenizer, params)
                 self.scheduler.add_request(request)
-                self._sequences[sequence_id] = active.add(request, text)
+                logprobs = SequenceLogprobs(params.logprobs, self._token_texts)
+                self._sequences[sequence_id] = active.add(request, text, logprobs)
         except ValueError:
             self.abort([request_id])
             raise
@@ -168,7 +171,7 @@ class Engine:
         try:
             plan = self.scheduler.schedule()
             output = self.runner.execute_model(plan)
-            return self._take(self.scheduler.update_from_output(plan, output))
+            return self._take(self.scheduler.update_from_output(plan, output), output)
         except BaseException:
             self.reset()
             raise
@@ -209,7 +212,7 @@ class Engine:
             prefix_cache=replace(manager.stats),
         )
 
-    def _take(self, updates: list[RequestUpdate]) -> StepResult:
+    def _take(self, updates: list[RequestUpdate], runner_output: ModelRunnerOutput) -> StepResult:
         result = StepResult([], [], [])
         streaming: dict[ActiveRequest, list[SequenceDelta]] = {}
         now = time.monotonic()
@@ -219,7 +222,8 @@ class Engine:
             metrics = active.output.metrics
             if metrics is not None and metrics.first_token_time is None:
                 metrics.first_token_time = now
-            delta = sequence.take(update)
+            row = runner_output.req_id_to_index[update.req_id]
+            delta = sequence.take(update, runner_output.logprobs and runner_output.logprobs.rows(row, row + 1))
             result.deltas.append(delta)
             if delta.finish_reason is not None:
                 self._close(sequence, delta.finish_reason)

@@ -125,7 +125,7 @@ class StepExecutables:
         return self._get(name, forward, arguments, (1, 2))
 
     def head(self, num_rows: int, *, return_logits: bool = False) -> Callable[..., Any]:
-        """(params, state, hidden, head_inputs) -> (sampled, state[, logits]); state donated."""
+        """(params, state, hidden, head_inputs) -> (sampled, state[, logits], logprobs); state donated."""
         name = f"head[{num_rows}{', logits' if return_logits else ''}]"
         found = self.compiled.get(name)
         if found is not None:
@@ -133,7 +133,13 @@ class StepExecutables:
 
         def head(params: Any, state: DeviceState, hidden: jax.Array, head_inputs: Any) -> Any:
             return self._functions.head_and_sample(
-                params, state, hidden, head_inputs, num_rows=num_rows, return_logits=return_logits
+                params,
+                state,
+                hidden,
+                head_inputs,
+                num_rows=num_rows,
+                return_logits=return_logits,
+                return_logprobs=True,
             )
 
         layout = self._shapes.layouts[self._shapes.tokens[0]]
@@ -260,7 +266,8 @@ class StepExecutables:
         functions = self._functions
         groups = [(group.spec, group.implementation.name) for group in functions.groups]
         arguments = jax.tree.map(lambda x: (x.shape, x.dtype.name), (self._params, self._kv_caches, self._state))
-        return (functions.graphdef, groups, functions.max_num_reqs, functions.max_logits, self._shapes, arguments)
+        limits = functions.max_num_reqs, functions.max_logits, functions.num_logprobs
+        return (functions.graphdef, groups, limits, self._shapes, arguments)
 
     def _get(
         self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any], donate: tuple[int, ...]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrunner.logprobs import check_logprobs
 from jaxrunner.outputs import Prompt
 from jaxrunner.refusals import refuse_sampling_params
 from jaxrunner.request_limits import RequestLimits
@@ -105,12 +106,14 @@ class InputProcessor:
         vocab_size: of the model; ids of prompts and stop tokens lie below it.
         limits: how many tokens a request may have.
         eos_token_ids: the model's own.
+        max_logprobs: log probabilities that a request may want of each token.
     """
 
     tokenizer: Any
     vocab_size: int
     limits: RequestLimits
     eos_token_ids: tuple[int, ...] = ()
+    max_logprobs: int = 20
 
     def process(self, prompt: Any, params: SamplingParams) -> Prompt:
         """Checks one prompt and its parameters.
@@ -184,6 +187,7 @@ class InputProcessor:
         try:
             refuse_sampling_params(params)
             check_tables(params, self.vocab_size)
+            check_logprobs(params, self.max_logprobs, self.vocab_size)
         except ValueError as error:
             raise refuse(str(error)) from None
         stops = tuple(params.stop_token_ids or ())

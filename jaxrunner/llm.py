@@ -107,6 +107,7 @@ class LLM:
             model_config.vocab_size,
             self.engine.scheduler.limits,
             eos_token_ids,
+            runner_config.max_logprobs,
         )
         recommended = self.model.generation_config if generation_config == "auto" else {}
         self._default_params = recommended_params(recommended)

@@ -49,6 +49,7 @@ class LLMConfig:
             overtake those that wait for it. 0: no such limit.
         scheduling_policy: "fcfs" (first come, first served) or "priority" (lowest ``priority`` first).
         seed: of the engine; a request without a seed derives one from it and from its request id.
+        max_logprobs: log probabilities that a request may want of each token, -1: of the whole vocabulary.
         token_buckets, logits_buckets: padded sizes of a step: a tuple; "powers_of_two", "vllm", "bounded:P" (at most
             P % padding); or a .json file of sizes. None: on CPU, where compiling takes seconds a size and a step is
             cheap, a few far apart; powers of two elsewhere.
@@ -80,6 +81,7 @@ class LLMConfig:
     max_long_partial_prefills: int = 0
     scheduling_policy: Policy = "fcfs"
     seed: int = 0
+    max_logprobs: int = 20
     token_buckets: Buckets = None
     logits_buckets: Buckets = None
     execution_mode: str = "FULL"

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrunner.logprobs import PositionLogprobs
 from jaxrunner.sampling_params import SamplingParams
 
 
@@ -34,7 +35,8 @@ class CompletionOutput:
         index: which of the request's ``n`` sequences it is.
         text: the generated text; "" with ``detokenize=False``.
         token_ids: every generated token, the stopping one included.
-        cumulative_logprob, logprobs: None; log probabilities are not served yet.
+        logprobs: with ``SamplingParams.logprobs`` a dictionary for each token, by token id; else None.
+        cumulative_logprob: sum of the log probabilities of the tokens; None likewise.
         finish_reason: "stop" (an end-of-sequence token, a stop token or a stop string), "length" (``max_tokens`` or
             the model's length), "abort", "error" (never ran, see ``RequestOutput.error``); None while it runs.
         stop_reason: the stop string or the id out of ``stop_token_ids`` that ended it; None for an end-of-sequence
@@ -45,7 +47,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: Any = None
+    logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -94,6 +96,7 @@ class SequenceDelta:
             sequence joined are its final text.
         token_ids: new tokens. Their text may come with a later delta.
         finish_reason, stop_reason: as in CompletionOutput.
+        logprobs: of the new tokens; None if they aren't wanted.
     """
 
     request_id: str
@@ -102,6 +105,7 @@ class SequenceDelta:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[PositionLogprobs] | None = None
 
 
 @dataclass(slots=True)

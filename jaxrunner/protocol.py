@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from jaxrunner.logprobs import LogprobsLists
     from jaxrunner.sampling_params import SamplingParams
 
 TokenIds = Sequence[int] | np.ndarray
@@ -115,13 +116,15 @@ class ModelRunnerOutput:
         req_ids: request of each row.
         req_id_to_index: the inverse of ``req_ids``.
         sampled_token_ids: tokens committed per row: empty for a prompt that is not yet fully computed.
+        logprobs: a row for each of ``req_ids``, if any request wants them; what stands in rows without a token means
+            nothing.
         logits: float32 [S, V], only from a step that was asked for them.
     """
 
     req_ids: list[str] = field(default_factory=list)
     req_id_to_index: dict[str, int] = field(default_factory=dict)
     sampled_token_ids: list[list[int]] = field(default_factory=list)
-    logprobs: Any = None
+    logprobs: LogprobsLists | None = None
     prompt_logprobs_dict: dict[str, Any] = field(default_factory=dict)
     pooler_output: Any = None
     logits: np.ndarray | None = None

@@ -7,7 +7,6 @@ from jaxrunner.sampling_params import SamplingParams
 
 # field of SamplingParams: is it used? (n, stop strings, truncation and text options are the front door's to serve.)
 _SAMPLING = {
-    "logprobs": lambda p: p.logprobs is not None,
     "prompt_logprobs": lambda p: p.prompt_logprobs is not None,
     "structured_outputs": lambda p: p.structured_outputs is not None,
     "logits_processors": lambda p: bool(p.logits_processors),

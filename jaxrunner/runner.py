@@ -28,10 +28,11 @@ from jaxrunner.config import RunnerConfig
 from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, Compiled, StepExecutables
 from jaxrunner.invariants import check_invariants
 from jaxrunner.kv_cache.allocate import KVCachePlan, abstract_caches, allocate_caches, plan_caches
+from jaxrunner.logprobs import ALL, check_logprobs, unpack_logprobs
 from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.refusals import refuse_unserved
 from jaxrunner.request_tables import TableSizes
-from jaxrunner.sampling_columns import RECORD_WORDS
+from jaxrunner.sampling_columns import LOGPROBS, RECORD_WORDS
 from jaxrunner.shape_record import ShapeRecorder
 from jaxrunner.shapes import StepShapes, Support, supported_policy
 from jaxrunner.step import CacheGroup, DeviceState, StepFunctions, init_state
@@ -72,6 +73,7 @@ class Pending:
     _inputs: StepInputs | None
     _sampled: jax.Array | None
     _logits: jax.Array | None = None
+    _logprobs: jax.Array | None = None
     _record: StepRecord | None = None
     _result: ModelRunnerOutput | None = field(default=None)
 
@@ -134,7 +136,9 @@ class ModelRunner:
         policy = supported_policy(shapes.policy, Support[implementation.support.name], shapes.query_len)
         self.shapes: StepShapes = replace(shapes, policy=policy)
         group = CacheGroup(GroupSpec(config.block_size, layers), implementation)
-        self.functions = StepFunctions(graphdef, (group,), config.max_num_reqs, self.shapes.max_logits)
+        vocab_size = model.config.vocab_size
+        num_logprobs = vocab_size if config.max_logprobs == ALL else min(config.max_logprobs, vocab_size)
+        self.functions = StepFunctions(graphdef, (group,), config.max_num_reqs, self.shapes.max_logits, num_logprobs)
         self._eos_token_ids = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
         widths = MultiGroupBlockTable(1, config.max_model_len, (config.block_size,)).widths
         self._table_sizes = TableSizes(config.max_num_reqs, config.max_model_len, model.config.vocab_size)
@@ -255,6 +259,9 @@ class ModelRunner:
         if self._pending is not None:
             raise RuntimeError("the previous step is pending: call its result() before the next submit")
         refuse_unserved(scheduler_output)
+        for data in scheduler_output.scheduled_new_reqs:
+            if data.sampling_params is not None:
+                check_logprobs(data.sampling_params, self.config.max_logprobs, self.model_config.vocab_size)
         edits = block_edits(scheduler_output, len(self.functions.groups), self.num_blocks)
         clock = time.perf_counter
         start = clock()
@@ -277,11 +284,11 @@ class ModelRunner:
         prepared = clock()
         record = None if recorder is None else recorder.begin(scheduler_output, inputs)
         dispatching, compilations = clock(), self.counter.compilations
-        sampled, logits = self._dispatch(inputs, return_logits)
+        sampled, logits, logprobs = self._dispatch(inputs, return_logits)
         dispatched = clock()
         if self.executables.warm:
             self.compilations += self.counter.compilations - compilations
-        self._pending = Pending(self, inputs, sampled, logits, record)
+        self._pending = Pending(self, inputs, sampled, logits, logprobs, record)
         times = self.times
         times.update += updated - start
         times.prepare += prepared - updated
@@ -294,7 +301,9 @@ class ModelRunner:
             }
         return self._pending
 
-    def _dispatch(self, inputs: StepInputs, return_logits: bool) -> tuple[jax.Array, jax.Array | None]:
+    def _dispatch(
+        self, inputs: StepInputs, return_logits: bool
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         run, shape = self.executables, inputs.shape
         forward = run.forward(shape)
         head = run.head(shape.num_logits, return_logits=return_logits)
@@ -302,9 +311,9 @@ class ModelRunner:
         hidden, head_inputs, self.kv_caches, self.state = forward(
             self.params, self.kv_caches, self.state, inputs.buffer
         )
-        sampled, self.state, *logits = head(self.params, self.state, hidden, head_inputs)
+        sampled, self.state, *logits, logprobs = head(self.params, self.state, hidden, head_inputs)
         self._buffers.read_by(sampled)
-        return sampled, logits[0] if logits else None
+        return sampled, logits[0] if logits else None, logprobs if self.batch.flags & LOGPROBS else None
 
     def _upload_ahead(self, inputs: StepInputs) -> None:
         """What does not fit into the step's own upload: new requests' records, large block tables."""
@@ -347,6 +356,9 @@ class ModelRunner:
         if self.recorder is not None and (record := pending._record) is not None:
             segments = {"wait": arrived - start, "record": recorded - arrived}
             self.recorder.finish(record, tokens, record.segments | segments)
+        logprobs = None
+        if pending._logprobs is not None:
+            logprobs = unpack_logprobs(np.asarray(pending._logprobs)[: inputs.num_reqs], sampled)
         logits: Any = None
         if pending._logits is not None:
             logits = np.asarray(pending._logits)[: inputs.num_logits]
@@ -354,5 +366,6 @@ class ModelRunner:
             req_ids=inputs.req_ids,
             req_id_to_index={req_id: row for row, req_id in enumerate(inputs.req_ids)},
             sampled_token_ids=tokens,
+            logprobs=logprobs,
             logits=logits,
         )

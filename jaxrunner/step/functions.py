@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from jaxrunner.sampling_columns import NEEDS_HISTORY
+from jaxrunner.sampling_columns import LOGPROBS, NEEDS_HISTORY
 from jaxrunner.step.inputs import StepArrays
+from jaxrunner.step.logprobs import packed_logprobs
 from jaxrunner.step.sampling import sample
 from jaxrunner.step.state import DeviceState
 from jaxrunner.step.stream import TokenStream, token_stream
@@ -67,12 +68,14 @@ class StepFunctions:
         groups: the cache groups, in the order of the model's attention layers' ``group``.
         max_num_reqs: request indices; the scratch index is this number.
         max_logits: S_max.
+        num_logprobs: most likely tokens of which a row's log probabilities can be had.
     """
 
     graphdef: Any
     groups: tuple[CacheGroup, ...]
     max_num_reqs: int
     max_logits: int
+    num_logprobs: int = 0
 
     def forward(
         self,
@@ -105,12 +108,14 @@ class StepFunctions:
         *,
         num_rows: int | None = None,
         return_logits: bool = False,
-    ) -> tuple[Int32[Array, "S"], DeviceState] | tuple[Int32[Array, "S"], DeviceState, Float32[Array, "S V"]]:
+        return_logprobs: bool = False,
+    ) -> tuple[Any, ...]:
         """Logits of the first ``num_rows`` rows (all by default), and a token for each.
 
         Returns:
-            Tokens, -1 where the sample must not count; the state, which remembers each request's last sample; and
-            the logits if asked for.
+            Tokens, int32 [S], -1 where the sample must not count; the state, which remembers each request's last
+            sample; and if asked for the logits, float32 [S, V], and ``packed_logprobs``, zeros without the flag
+            LOGPROBS.
         """
         s = num_rows if num_rows is not None else hidden.shape[0]
         rows = HeadInputs(
@@ -131,7 +136,16 @@ class StepFunctions:
             )
             state = replace(state, tables=tables)
         sampled = jnp.where(rows.commit, token, -1)
-        return (sampled, state, logits) if return_logits else (sampled, state)
+        more = [logits] if return_logits else []
+        if return_logprobs:
+            more.append(
+                jax.lax.cond(
+                    (rows.flags & LOGPROBS) != 0,
+                    lambda: packed_logprobs(logits, token, self.num_logprobs),
+                    lambda: jnp.zeros((s, 2 * self.num_logprobs + 2), jnp.int32),
+                )
+            )
+        return (sampled, state, *more)
 
     def step(
         self,

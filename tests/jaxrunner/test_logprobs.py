@@ -1,0 +1,148 @@
+"""Log probabilities: transformers' within 1e-4, raw whatever the sampling, by token id, with ranks, in any batch."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from jaxrunner import LLM, AsyncLLM, RequestOutputKind, SamplingParams
+from jaxrunner.loading import LoadedModel
+from jaxrunner.logprobs import ALL, LogprobsLists, check_logprobs, position_logprobs, unpack_logprobs
+from tests.jaxrunner.chain import byte_level_tokenizer, successor_logits, write_chain
+from tests.models import fixtures
+
+OPTIONS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+    "token_buckets": [16],
+    "logits_buckets": [4],
+    "block_size": 4,
+    "quiet": True,
+}
+
+
+@pytest.fixture(scope="module")
+def fixture():
+    return fixtures.fixture("llama")
+
+
+@pytest.fixture(scope="module")
+def llm(fixture):
+    return LLM(LoadedModel(fixtures.decoder_from(fixture.config, fixture.tensors)), max_logprobs=-1, **OPTIONS)
+
+
+def reference(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x -= x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def first(llm, prompts, **fields):
+    """What is known of the first output token of each prompt: (id, its dictionary)."""
+    params = SamplingParams(max_tokens=1, detokenize=False, **fields)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [(o.outputs[0].token_ids[0], o.outputs[0].logprobs[0]) for o in outputs]
+
+
+def test_against_transformers(llm, fixture):
+    """Prompts of many lengths, crowded and cut: the dictionary holds the chosen token and the five likeliest."""
+    ids, lengths = fixture.ids.tolist(), [1, 3, 17, 31, 40]
+    for fields in ({"temperature": 0}, {"temperature": 3.0, "seed": 5}):
+        answers = first(llm, [ids[:n] for n in lengths], logprobs=5, **fields)
+        for n, (chosen, found) in zip(lengths, answers, strict=True):
+            expected = reference(fixture.logits[n - 1])
+            order = np.argsort(-expected)
+            assert list(found)[0] == chosen
+            assert set(found) == {chosen, *order[:5].tolist()}
+            for token, logprob in found.items():
+                assert logprob.logprob == pytest.approx(expected[token], abs=1e-4)
+                assert logprob.rank == 1 + order.tolist().index(token)
+
+
+def test_the_whole_vocabulary(llm, fixture):
+    (found,) = [d for _, d in first(llm, [fixture.ids.tolist()], logprobs=-1, temperature=0)]
+    assert len(found) == len(fixture.logits[0])
+    assert sum(np.exp(p.logprob) for p in found.values()) == pytest.approx(1.0, abs=1e-5)
+    assert [p.rank for p in found.values()] == list(range(1, len(found) + 1))
+
+
+def test_no_top_tokens_gives_the_chosen_alone(llm):
+    ((chosen, found),) = first(llm, [[5]], logprobs=0, temperature=2.0, seed=1)
+    assert list(found) == [chosen] and found[chosen].rank >= 1
+
+
+def test_they_are_raw_whatever_the_sampling(llm):
+    """Filters, bias and penalties change what is chosen, not what is reported; nothing is NaN or missing."""
+    plain = dict(first(llm, [[5, 9]], logprobs=5, temperature=0)[0][1])
+    for fields in ({"top_k": 1}, {"logit_bias": {7: 50}, "temperature": 0}, {"allowed_token_ids": [11], "top_p": 0.1}):
+        chosen, found = first(llm, [[5, 9]], logprobs=5, **fields)[0]
+        assert {t: p for t, p in found.items() if t in plain} == plain
+        assert all(np.isfinite(p.logprob) for p in found.values()) and chosen in found
+
+
+def test_neighbours_do_not_matter_and_who_asks_for_none_gets_none(llm):
+    params = [SamplingParams(logprobs=n, max_tokens=6, detokenize=False, seed=i) for i, n in enumerate([3, None, 0, 7])]
+    prompts = [[5, 9], [7], [8, 8, 8], [11] * 20]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    alone = [llm.generate([p], q, use_tqdm=False)[0] for p, q in zip(prompts, params, strict=True)]
+    for mixed, single, q in zip(together, alone, params, strict=True):
+        mixed, single = mixed.outputs[0], single.outputs[0]
+        assert mixed.token_ids == single.token_ids
+        assert mixed.logprobs == single.logprobs and mixed.cumulative_logprob == single.cumulative_logprob
+        if q.logprobs is None:
+            assert mixed.logprobs is None and mixed.cumulative_logprob is None
+        else:
+            assert len(mixed.logprobs) == 6
+            chosen = [d[t].logprob for d, t in zip(mixed.logprobs, mixed.token_ids, strict=True)]
+            assert mixed.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-5)
+
+
+def test_streams_carry_them(llm):
+    params = SamplingParams(logprobs=2, max_tokens=5, detokenize=False, temperature=0)
+    whole = llm.generate([[5]], params, use_tqdm=False)[0].outputs[0]
+
+    async def stream(kind):
+        request = SamplingParams(logprobs=2, max_tokens=5, detokenize=False, temperature=0, output_kind=kind)
+        return [o.outputs[0].logprobs async for o in AsyncLLM(llm).generate([5], request)]
+
+    parts = asyncio.run(stream(RequestOutputKind.DELTA))
+    assert [d for part in parts for d in part] == whole.logprobs
+    assert asyncio.run(stream(RequestOutputKind.CUMULATIVE))[-1] == whole.logprobs
+
+
+def test_tokens_are_told_apart_by_id(tmp_path):
+    """Bytes that are no characters have the same text, and each keeps its entry."""
+    tokenizer = byte_level_tokenizer()
+    size = tokenizer.get_vocab_size()
+    logits = successor_logits(size, {})
+    parts = [tokenizer.token_to_id(c) for c in "½¾¿ÀÁ"]  # bytes above 0x7F, as byte-level BPE writes them
+    logits[7, parts] = [30, 29, 28, 27, 26]
+    llm = LLM(write_chain(tmp_path, logits, tokenizer), **OPTIONS)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    (output,) = llm.generate([[7]], params, use_tqdm=False)
+    found = output.outputs[0].logprobs[0]
+    assert list(found) == parts and {p.decoded_token for p in found.values()} == {"\N{REPLACEMENT CHARACTER}"}
+
+
+def test_too_many_are_refused_and_the_engine_lives(llm, tmp_path):
+    size = llm.inputs.vocab_size
+    with pytest.raises(ValueError, match=f"logprobs is {size + 1}, the limit is {size}"):
+        first(llm, [[5]], logprobs=size + 1)
+    first(llm, [[5]], logprobs=size)
+    with pytest.raises(ValueError, match=r"logprobs is -1, the limit is 20: .*raise max_logprobs \(to -1"):
+        check_logprobs(SamplingParams(logprobs=ALL), 20, 256)
+    with pytest.raises(ValueError, match="prompt_logprobs is 21, the limit is 20"):
+        check_logprobs(SamplingParams(prompt_logprobs=21), 20, 256)
+
+
+def test_unpacking():
+    """Two rows of two top tokens: ids, their values, the chosen one's value, its rank."""
+    values = np.array([[-0.1, -2.0, -2.0], [-0.5, -0.7, -9.0]], np.float32)
+    words = np.concatenate([[[3, 4], [7, 8]], values.view(np.int32), [[2], [40]]], axis=1).astype(np.int32)
+    lists = unpack_logprobs(words, np.array([4, 1], np.int32))
+    assert isinstance(lists, LogprobsLists)
+    texts = position_logprobs(lists, 1, str)
+    assert [list(d) for d in texts] == [[4, 3], [1, 7]]
+    assert [(p.rank, p.decoded_token) for p in texts[0].values()] == [(2, "4"), (1, "3")]
+    assert texts[1][1].logprob == np.float32(-9.0) and texts[1][1].rank == 40
