@@ -63,7 +63,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "intermediate_size": 512,
         "max_position_embeddings": 4096,
         "num_attention_heads": 8,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_key_value_heads": 2,
         "head_dim": 64,
         "rms_norm_eps": 1e-05,

@@ -9,7 +9,7 @@ from scripts import compile_step
 
 def test_a_small_step(gpu_compiler, tmp_path, capsys):
     out = tmp_path / "out.json"
-    size = ["--config", "tiny", "--layers", "2", "--tokens", "16", "--reqs", "4", "--blocks", "64"]
+    size = ["--config", "tiny", "--tokens", "16", "--reqs", "4", "--blocks", "64"]
     assert compile_step.main([*size, "--implementation", "reference", "--json", str(out)]) == 0
     figures = json.loads(out.read_text())
     assert figures["implementation"] == "reference" and figures["layers"] == 2
