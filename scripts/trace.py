@@ -10,6 +10,7 @@ Examples:
   trace.py replay t.jsonl                    runs the plans again on the batch alone, compares every array
   trace.py replay t.jsonl --model NAME       ... and on a model: tokens too
   trace.py diff a.jsonl b.jsonl              the first difference by request, whatever the order of rows
+  trace.py html t.jsonl -o step.html         a page to look at: streams, page maps, timelines; needs no network
   trace.py symptoms                          the table of faults: sign, cause, where to look
 
 Exit status: 0 nothing wrong, 1 something found, 2 the command could not do its work.
@@ -43,6 +44,7 @@ from jaxrunner.trace import (  # noqa: E402
     run_experiment,
     stops,
 )
+from jaxrunner.trace.page import page_of  # noqa: E402
 from jaxrunner.trace.tables import request_table, step_tables  # noqa: E402
 
 EXPERIMENT_ARRAYS = ("req_ids", "scheduled", "computed", "query_start_loc", "positions", "seq_lens", "block_rows",
@@ -87,6 +89,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     sub.add_argument("--keep", type=Path, metavar="FILE", help="keep the trace here")
     sub.add_argument("--prompts", default="A=8,B=10", help="requests and prompt lengths (default: A=8,B=10)")
     sub.add_argument("--max-tokens", type=int, default=6, help="tokens that each generates (default: 6)")
+    sub = command("html", html, "one self-contained page that shows the steps", "trace")
+    sub.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where to write the page")
+    sub.add_argument("--first", type=int, default=0, metavar="N", help="first step to show (default: 0)")
+    sub.add_argument("--steps", type=int, default=500, metavar="N", help="steps to show at most (default: 500)")
     command("symptoms", symptoms, "the table of faults: sign, cause, breakpoint")
     return parser.parse_args(arguments)
 
@@ -226,6 +232,13 @@ def print_small(line: dict[str, Any], as_json: bool) -> None:
     print(f"step {line['step']}")
     for name, value in small.items():
         print(f"  {name:16}= {value}")
+
+
+def html(args: argparse.Namespace, console: Console) -> int:
+    args.output.write_text(page_of(open_trace(args.trace), args.first, args.steps), encoding="utf-8")
+    size = args.output.stat().st_size
+    print(json.dumps({"page": str(args.output), "bytes": size}) if args.json else f"{args.output}: {size / 1e6:.1f} MB")
+    return 0
 
 
 def symptoms(args: argparse.Namespace, console: Console) -> int:

@@ -28,6 +28,7 @@ def run_traffic(
     make_runner: Callable[[Path, Geometry], HostRunner] = HostRunner,
     change_plan: Callable[[SchedulerOutput], SchedulerOutput] = lambda plan: plan,
     most_steps: int = 100_000,
+    arrivals_a_step: int = 1,
     **limits: int,
 ) -> HostRunner:
     """Runs random requests to their end and closes the trace.
@@ -52,7 +53,8 @@ def run_traffic(
     try:
         for _ in range(most_steps):
             if requests and rng.random() < 0.5:
-                scheduler.add_request(requests.pop())
+                for _ in range(min(arrivals_a_step, len(requests))):
+                    scheduler.add_request(requests.pop())
             if not requests and not scheduler.has_requests():
                 return runner
             plan = scheduler.schedule()
