@@ -25,12 +25,13 @@ _RESET, _END = object(), object()
 class Recorder(ABC):
     """What a runner tells of its steps. A subclass says what becomes of a finished record."""
 
-    def begin(self, scheduler_output: SchedulerOutput, inputs: StepInputs | None, mode: str = "") -> StepRecord:
+    def begin(self, scheduler_output: SchedulerOutput, inputs: StepInputs | None) -> StepRecord:
         """To be called when the upload is packed and before the step reads it. inputs: None if nothing is scheduled."""
-        record = StepRecord(snapshot(scheduler_output), mode)
+        record = StepRecord(snapshot(scheduler_output))
         if inputs is not None:
             record.live, record.buffer = inputs.buffer, inputs.buffer.copy()
             record.layout, record.shape = inputs.layout, inputs.shape
+            record.mode = inputs.shape.mode.name
             record.req_ids, record.overflow = inputs.req_ids, inputs.overflow
         return record
 
@@ -95,10 +96,10 @@ class StepRecorder(Recorder):
         self._thread.start()
         self.close = weakref.finalize(self, _end, self._queue, self._thread)
 
-    def begin(self, scheduler_output: SchedulerOutput, inputs: StepInputs | None, mode: str = "") -> StepRecord:
+    def begin(self, scheduler_output: SchedulerOutput, inputs: StepInputs | None) -> StepRecord:
         if self._failure:
             raise RuntimeError(f"the trace {self.path} could not be written: {self._failure[0]}") from self._failure[0]
-        return super().begin(scheduler_output, inputs, mode)
+        return super().begin(scheduler_output, inputs)
 
     def reset(self) -> None:
         self._queue.put(_RESET)

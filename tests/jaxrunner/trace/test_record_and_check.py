@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrunner.batch import update_states
 from jaxrunner.trace import (
     HostStepper,
     TraceChecker,
@@ -95,13 +96,7 @@ def test_a_planted_sample_shows_where_it_is_fed_back(traffic: Path):
 def test_diff_sees_no_difference_in_another_order_of_rows(traffic: Path, tmp_path: Path):
     class Reordering(HostRunner):
         def settle(self, plan):
-            super().settle(plan)
-            if self.batch.num_reqs > 1:
-                self.batch.swap_states(0, self.batch.num_reqs - 1)
-                counts = self.batch.num_scheduled, self.batch.num_computed
-                for column in counts:  # by row; an attention implementation's reorder comes before they are taken
-                    column[[0, self.batch.num_reqs - 1]] = column[[self.batch.num_reqs - 1, 0]]
-                self.batch.refresh_metadata()
+            update_states(self.batch, plan, reorder_threshold=1)  # decodes before prefills
 
     other = tmp_path / "other.jsonl"
     run_traffic(other, num_requests=30, make_runner=Reordering)
