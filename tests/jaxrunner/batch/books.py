@@ -325,7 +325,10 @@ class Driver(Books):
             rows[a], rows[b] = rows[b], rows[a]
 
     def step(self) -> None:
-        so = self.plan()
+        self.execute(self.plan())
+
+    def execute(self, so: SchedulerOutput) -> None:
+        """Everything a step is, compared after each part of it. ``so`` is the plan last made, or one like it."""
         wishes, threshold, swaps = self.wishes, self.threshold, self.swaps
         self.forget_wishes()
         self.steps += 1

@@ -1,5 +1,7 @@
 """Fixed scenarios that between them use every operation of the batch: quick, and the same every time."""
 
+from random import Random
+
 from tests.jaxrunner.batch.books import Driver
 from tests.jaxrunner.batch.naive import Limits
 
@@ -78,6 +80,40 @@ def one_group(driver_of: type[Driver] = Driver) -> Driver:
     d.step()
     d.step()
     return d
+
+
+def at_random(random: Random, steps: int, driver_of: type[Driver] = Driver) -> Driver:
+    """A driver that has gone through so many steps of everything."""
+    d = driver_of(random.choice((Limits(), Limits(block_sizes=(4, 8), kernel_block_sizes=(2, 8)))))
+    for _ in range(steps):
+        wish(d, random)
+        wish(d, random)
+        d.step()
+    return d
+
+
+def wish(d: Driver, random: Random) -> None:
+    """Something for the next step."""
+    one, n = random.randrange(6), random.randint(1, 3)
+    match random.randrange(10):
+        case 0 | 1:
+            d.submit(random.randint(1, 12), params=one, hit=random.randrange(2), chunk=random.choice((99, 2)))
+        case 2:
+            d.submit(n, params=one, like=one)
+        case 3:
+            d.finish(one)
+        case 4:
+            d.resubmit(one, prompt=n, restart=random.random() < 0.5)
+        case 5:
+            d.preempt(one, resume=random.random() < 0.3)
+        case 6:
+            d.resume(one, tokens=random.random() < 0.5)
+        case 7:
+            d.wish(one, skip=True)
+        case 8:
+            d.wish(one, drafts=[7, 8][:n], accept=n)
+        case 9:
+            d.wish(one, **{random.choice(("chunk", "ahead", "drop", "elsewhere")): n})
 
 
 SCENARIOS = (two_groups, one_group)
