@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int32
 
 from jaxrunner.sampling_params import SamplingParams
 
@@ -137,3 +140,51 @@ def sampling_flags(params: SamplingParams) -> int:
         LOGPROBS: params.logprobs is not None,
     }
     return sum(flag for flag, used in features.items() if used)
+
+
+class RecordWriter:
+    """Writes records, the same as ``sampling_record`` gives, and feature bits.
+
+    Parameters that were seen before cost little more than the request's seed: the rest of their record is kept.
+
+    Args:
+        record_of: (id, parameters, prompt tokens) to a record.
+    """
+
+    _MOST_KEPT = 1024
+
+    def __init__(self, record_of: Callable[[str, SamplingParams, int], bytes], engine_seed: int) -> None:
+        self._record_of, self._engine_seed = record_of, engine_seed
+        self._kept: dict[SamplingParams, tuple[np.ndarray, int]] = {}
+
+    def write(
+        self,
+        record: Int32[np.ndarray, f"{RECORD_WORDS}"],
+        req_id: str,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+    ) -> int:
+        """Writes the record of one request; returns its feature bits. ValueError as ``record_of``."""
+        try:
+            found = self._kept.get(params)
+        except TypeError:  # a dictionary among the parameters: nothing to look up by
+            found = self._new(req_id, params, num_prompt_tokens)
+        if found is None:
+            found = self._new(req_id, params, num_prompt_tokens)
+            if not params.min_tokens:  # else more of the record depends on the prompt's length
+                if len(self._kept) >= self._MOST_KEPT:
+                    self._kept.clear()
+                self._kept[params] = found
+        record[:] = found[0]
+        seed = derived_seed(self._engine_seed, req_id) if params.seed is None else params.seed % 2**64
+        _SEED.pack_into(record, _SEED_AT, seed)
+        record[_NUM_PROMPT_AT] = num_prompt_tokens
+        return found[1]
+
+    def _new(self, req_id: str, params: SamplingParams, num_prompt_tokens: int) -> tuple[np.ndarray, int]:
+        record = self._record_of(req_id, params, num_prompt_tokens)
+        return np.frombuffer(record, np.int32), sampling_flags(params)
+
+
+_SEED, _SEED_AT = struct.Struct("<Q"), 4 * column_offset("seed")
+_NUM_PROMPT_AT = column_offset("num_prompt")

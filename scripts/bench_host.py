@@ -32,19 +32,19 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts.host_bench.floor import Yardstick  # noqa: E402
-from scripts.host_bench.replay import PHASES, Replay, compare_with_reference, time_phases, time_upload  # noqa: E402
+from scripts.host_bench.replay import CLOCKS, PHASES, Replay, compare_with_reference, time_phases, time_upload  # noqa: E402
 from scripts.host_bench.workload import SCENARIOS, TraceConfig  # noqa: E402
 
 UPLOADS = 50  # steps whose upload is timed
 
 
-def measure(config: TraceConfig, repeats: int, on_step: Any) -> dict[str, Any]:
+def measure(config: TraceConfig, repeats: int, clock: str, on_step: Any) -> dict[str, Any]:
     """One row: medians over the measured steps; of several repeats the median of their medians."""
     yardstick = Yardstick(config.num_reqs)
     plain, checked = list[Replay](), list[Replay]()
     for _ in range(repeats):
-        plain.append(time_phases(config, yardstick, check=False, on_step=on_step))
-        checked.append(time_phases(config, yardstick, check=True, on_step=on_step))
+        for check, runs in ((False, plain), (True, checked)):
+            runs.append(time_phases(config, yardstick, check=check, clock=CLOCKS[clock], on_step=on_step))
     upload = time_upload(config, UPLOADS, on_step)
 
     def median(values: Iterable[float]) -> float:
@@ -54,6 +54,7 @@ def measure(config: TraceConfig, repeats: int, on_step: Any) -> dict[str, Any]:
     return {
         "scenario": config.scenario,
         "reqs": config.num_reqs,
+        "clock": clock,
         "phase_us": {name: median(r.median(name) for r in plain) for name in PHASES},
         "before_forward_us": median(r.median(before) for r in plain),
         "record_us": median(r.median(record) for r in plain),
@@ -131,6 +132,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=300, help="measured steps (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=50, help="steps before them (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="replays per row; medians of medians (default 1)")
+    parser.add_argument(
+        "--clock",
+        choices=list(CLOCKS),
+        default="wall",
+        help="cpu: the thread's own time, for a machine that others use too (default %(default)s)",
+    )
     parser.add_argument("--check", action="store_true", help="compare every array with the reference, time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     arguments = parser.parse_args(argv)
@@ -158,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append({"scenario": config.scenario, "reqs": config.num_reqs, "steps_compared": compared})
                 progress.console.print(f"{name}: {compared} steps equal the reference")
             else:
-                rows.append(rounded(measure(config, arguments.repeats, on_step)))
+                rows.append(rounded(measure(config, arguments.repeats, arguments.clock, on_step)))
             progress.remove_task(task)
     if not arguments.check:
         console.print(as_table(rows))

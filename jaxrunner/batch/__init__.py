@@ -11,11 +11,12 @@ from jaxrunner.batch.buffers import BufferRing
 from jaxrunner.batch.columns import Column, ColumnTable
 from jaxrunner.batch.errors import SchedulerOutputError
 from jaxrunner.batch.input_batch import InputBatch
-from jaxrunner.batch.prepare_inputs import PAD_SLOT_ID, StepInputs, commit_block_table, prepare_inputs
+from jaxrunner.batch.prepare_inputs import commit_block_table, prepare_inputs
 from jaxrunner.batch.record_sampled import NOT_SAMPLED, record_sampled
 from jaxrunner.batch.reorder import reorder_decodes_first, split_order
 from jaxrunner.batch.request_state import CachedRequestState
 from jaxrunner.batch.spec_decode import SpecDecodeMetadata, spec_decode_metadata
+from jaxrunner.batch.step_inputs import PAD_SLOT_ID, StepInputs
 from jaxrunner.batch.update_states import update_states
 from jaxrunner.batch.validate import validate
 

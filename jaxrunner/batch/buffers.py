@@ -32,21 +32,57 @@ def aligned_zeros(size: int) -> Int32[np.ndarray, "size"]:
 StepViews = dict[str, np.ndarray]
 """A view per field of a layout, and the whole under "buffer"."""
 
+ROW_FIELDS = ("idx_mapping", "num_computed", "num_known", "num_prompt", "num_draft", "use_device")
+"""The layout's fields of one number a row. They lie one behind the other, so that one copy fills them."""
+
+_UPDATE_FIELDS = ("update_group", "update_cell", "update_value")
+
+
+class LayoutViews(StepViews):
+    """The fields of one layout in one buffer, by name, and those that are written together, as one array.
+
+    Attributes:
+        rows: [len(ROW_FIELDS), R].
+        updates: [3, U]: groups, cells, values.
+    """
+
+    def __init__(self, memory: Int32[np.ndarray, "size"], layout: StepLayout) -> None:
+        super().__init__({name: memory[at : at + n] for name, (at, n) in layout.fields.items()})
+        self["buffer"] = self.buffer = memory[: layout.size]
+        self.layout = layout
+        self.query_start_loc = self["query_start_loc"]
+        self.logits_indices = self["logits_indices"]
+        self.token_ids = self["token_ids"]
+        self.rows = self._together(layout, ROW_FIELDS)
+        self.updates = self._together(layout, _UPDATE_FIELDS)
+
+    def _together(self, layout: StepLayout, names: tuple[str, ...]) -> Int32[np.ndarray, "fields n"]:
+        start, length = layout.fields[names[0]]
+        if [layout.fields[name] for name in names] != [(start + i * length, length) for i in range(len(names))]:
+            raise ValueError(f"the layout must hold {names} one behind the other, got {layout.fields}")
+        return self.buffer[start : start + len(names) * length].reshape(len(names), length)
+
 
 class StepBuffer:
     """One buffer, and its views by layout: cut once, used every step."""
 
-    def __init__(self, size: int) -> None:
-        self._memory = aligned_zeros(size)
-        self._views: dict[StepLayout, StepViews] = {}
+    _MOST_LAYOUTS = 256  # unpadded steps have a layout each
 
-    def views(self, layout: StepLayout) -> StepViews:
+    def __init__(self, size: int) -> None:
+        self.memory = aligned_zeros(size)
+        self._views: dict[StepLayout, LayoutViews] = {}
+        self._last: LayoutViews | None = None
+
+    def views(self, layout: StepLayout) -> LayoutViews:
         """The fields of ``layout`` in this buffer."""
+        if self._last is not None and self._last.layout is layout:
+            return self._last
         found = self._views.get(layout)
         if found is None:
-            found = {name: self._memory[at : at + n] for name, (at, n) in layout.fields.items()}
-            found["buffer"] = self._memory[: layout.size]
-            self._views[layout] = found
+            if len(self._views) >= self._MOST_LAYOUTS:
+                self._views.clear()
+            found = self._views[layout] = LayoutViews(self.memory, layout)
+        self._last = found
         return found
 
 
@@ -60,7 +96,7 @@ class BufferRing:
         self._readers: list[Ready | None] = [None] * depth
         self._turn = -1
 
-    def acquire(self, layout: StepLayout) -> StepViews:
+    def acquire(self, layout: StepLayout) -> LayoutViews:
         """The next buffer, cut by ``layout``, once the step that read it last has an output ready."""
         self._turn = (self._turn + 1) % len(self._buffers)
         reader = self._readers[self._turn]

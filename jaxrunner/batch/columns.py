@@ -7,10 +7,12 @@ have one array to move and can't forget another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Int32
 
 from jaxrunner.sampling_columns import RECORD_WORDS
 
@@ -20,7 +22,7 @@ class Column:
     """One value or one row of values a request.
 
     Attributes:
-        shape: trailing shape; () is one value a request.
+        shape: trailing shape; () is one value a request, (n,) a row of n.
         fill: what an index that nobody holds contains, and what a request starts with.
         valid: for a wide column, the name of the column that counts its valid entries; entries behind are garbage.
             None: the whole row is always valid and goes back to ``fill`` when the index is freed.
@@ -48,29 +50,54 @@ def declared_columns(max_model_len: int, num_speculative_tokens: int) -> tuple[C
 
 
 class ColumnTable:
-    """Arrays [I, *shape] of the declared columns, for I request indices; ``table["num_tokens"]`` is one."""
+    """Arrays [I, *shape] of the declared columns, for I request indices; ``table["num_tokens"]`` is one.
+
+    The int32 columns that are always valid lie in one matrix, a row for each word of them: who enters or leaves is
+    written there in one go.
+
+    Attributes:
+        words: int32 words of a request in that matrix.
+        fill: what they are for an index that nobody holds.
+    """
 
     def __init__(self, columns: Sequence[Column], capacity: int) -> None:
         names = [c.name for c in columns]
         if len(set(names)) != len(names):
             raise ValueError(f"a column is declared twice: {names}")
         self.columns = tuple(columns)
-        # np.zeros of a large table is memory the system hands out on first touch; np.full would touch it all.
-        self._arrays: dict[str, np.ndarray] = {
-            c.name: np.zeros((capacity, *c.shape), c.dtype)
-            if c.fill == 0
-            else np.full((capacity, *c.shape), c.fill, c.dtype)
-            for c in columns
-        }
+        together = [c for c in columns if c.dtype is np.int32 and c.valid is None]
+        self._apart = [c for c in columns if c not in together]
+        self.fill: Int32[np.ndarray, "words"] = np.concatenate(
+            [np.full(math.prod(c.shape), c.fill, np.int32) for c in together] or [np.zeros(0, np.int32)]
+        )
+        self.words = len(self.fill)
+        self._matrix: Int32[np.ndarray, "words I"] = np.repeat(self.fill[:, None], capacity, axis=1)
+        self._arrays: dict[str, np.ndarray] = {}
+        self.offsets: dict[str, int] = {}
+        at = 0
+        for c in together:
+            size = math.prod(c.shape)
+            self._arrays[c.name] = self._matrix[at] if c.shape == () else self._matrix[at : at + size].T
+            self.offsets[c.name] = at
+            at += size
+        for c in self._apart:
+            # np.zeros of a large table is memory the system hands out on first touch; np.full would touch it all.
+            zeros: np.ndarray = np.zeros((capacity, *c.shape), c.dtype)
+            self._arrays[c.name] = zeros if c.fill == 0 else np.full_like(zeros, c.fill)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name]
 
-    def clear(self, index: int) -> None:
-        """Index ``index`` is free again: every always-valid column back to its fill value."""
-        for c in self.columns:
+    def put(self, indices: Sequence[int], words: Int32[np.ndarray, "n words"]) -> None:
+        """All int32 words of these indices; a column begins at its ``offsets``. Other columns are left alone."""
+        self._matrix[:, indices] = words.T
+
+    def clear(self, indices: int | Sequence[int]) -> None:
+        """These indices are free again: every always-valid column back to its fill value."""
+        self._matrix[:, indices] = self.fill if isinstance(indices, int) else self.fill[:, None]
+        for c in self._apart:
             if c.valid is None:
-                self._arrays[c.name][index] = c.fill
+                self._arrays[c.name][indices] = c.fill
 
     def snapshot(self, index: int) -> dict[str, np.ndarray]:
         """A copy of everything valid at ``index``, for tests, traces and messages."""

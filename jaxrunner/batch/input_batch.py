@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import compress
 
 import numpy as np
 from jaxtyping import Int32, Int64
 
+from jaxrunner.batch.block_owners import BlockOwners
 from jaxrunner.batch.block_table import MultiGroupBlockTable
+from jaxrunner.batch.buffers import ROW_FIELDS
 from jaxrunner.batch.columns import ColumnTable, declared_columns
+from jaxrunner.batch.packing import Scratch
 from jaxrunner.batch.request_state import NO_INDEX, CachedRequestState
-from jaxrunner.protocol import TokenIds
+from jaxrunner.batch.rows import NO_ROW, RowOrder
 from jaxrunner.request_tables import TableSizes, check_tables, pack
-from jaxrunner.sampling_columns import NEEDS_TABLES, column_offset, sampling_flags, sampling_record
+from jaxrunner.sampling_columns import NEEDS_TABLES, RECORD_WORDS, RecordWriter, column_offset, sampling_record
 from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.shapes import StepLayout, StepShape, StepShapes
 
-NO_ROW = -1
 _DEFAULT_PARAMS = SamplingParams(temperature=0.0)
+
+
+class RowNames:
+    """The requests of a batch's rows while they stand. Not to be changed.
+
+    Attributes:
+        req_ids: request of each row.
+    """
+
+    def __init__(self, req_ids: list[str]) -> None:
+        self.req_ids = req_ids
+
+    @cached_property
+    def req_id_to_index(self) -> dict[str, int]:
+        """The inverse of ``req_ids``."""
+        return dict(zip(self.req_ids, range(len(self.req_ids)), strict=True))
 
 
 class InputBatch:
@@ -67,55 +88,106 @@ class InputBatch:
 
         self.columns = ColumnTable(declared_columns(max_model_len, num_speculative_tokens), max_num_reqs)
         self.block_table = MultiGroupBlockTable(max_num_reqs, max_model_len, block_sizes, kernel_block_sizes)
+        self.block_owners = tuple(BlockOwners(table) for table in self.block_table.tables)
         # The columns that every step touches, by name.
         self.num_tokens = self.columns["num_tokens"]
         self.num_computed_tokens = self.columns["num_computed_tokens"]
         self.num_draft_tokens = self.columns["num_draft_tokens"]
         self.token_ids = self.columns["token_ids"]
-        self._min_length = self.columns["sampling_record"][:, column_offset("min_length")]
+        self.flat_token_ids = self.token_ids.reshape(-1)
         self.token_row_stride = self.token_ids.shape[1]
+        self._min_length = self.columns["sampling_record"][:, column_offset("min_length")]
+        self._records = RecordWriter(self.record_of, seed)
         self.table_sizes = TableSizes(max_num_reqs, max_model_len, vocab_size)
+        at = self.columns.offsets
+        self._num_tokens_at, self._num_prompt_at = at["num_tokens"], at["num_prompt_tokens"]
+        self._flags_at = at["sampling_flags"]
+        self._record_at = slice(at["sampling_record"], at["sampling_record"] + RECORD_WORDS)
 
         self.requests: dict[str, CachedRequestState] = {}
-        self.req_ids: list[str] = []
-        self.req_id_to_index: dict[str, int] = {}
-        self.idx_mapping: Int32[np.ndarray, "R"] = np.full(max_num_reqs, NO_INDEX, np.int32)
-        self.row_of_index: Int32[np.ndarray, "I"] = np.full(max_num_reqs, NO_ROW, np.int32)
+        self.index_of: dict[str, int] = {}  # request index of each of them, NO_INDEX while preempted
+        self._id_of_index: list[str] = [""] * max_num_reqs
         self._free_indices = list(range(max_num_reqs - 1, -1, -1))
-        self._holes: list[int] = []  # rows given up since the last condense
         self._entered: list[int] = []  # indices whose device state is not uploaded yet
+        self._holding: set[int] = set()  # indices of requests with min_tokens
 
-        # This step's plan by row; written by update_states, read by prepare_inputs.
+        # This step by row; written by update_states, read by prepare_inputs. The first block is uploaded as it is.
+        self.row_fields: Int32[np.ndarray, "fields R"] = np.zeros((len(ROW_FIELDS), max_num_reqs), np.int32)
+        by_row = dict(zip(ROW_FIELDS, self.row_fields, strict=True))
+        self.rows = RowOrder(by_row["idx_mapping"])
+        self.num_computed: Int32[np.ndarray, "R"] = by_row["num_computed"]
+        self.num_known: Int32[np.ndarray, "R"] = by_row["num_known"]
+        self.num_prompt: Int32[np.ndarray, "R"] = by_row["num_prompt"]
+        self.num_draft: Int32[np.ndarray, "R"] = by_row["num_draft"]
         self.num_scheduled: Int32[np.ndarray, "R"] = np.zeros(max_num_reqs, np.int32)
-        self.num_computed: Int32[np.ndarray, "R"] = np.zeros(max_num_reqs, np.int32)
+        self.scheduled_each = 0  # what num_scheduled is in all rows, if that is one number, else 0
+        self.drafts_each = 0
         self.any_drafts = False
         self.flags = 0
+        self.longest = 0  # no request has more tokens; record_sampled looks closer when that could be too many
         # What holds until rows move again.
         self.scheduled_ids: list[str] = []  # in the scheduler's order: cached, then new
+        self.scheduled_indices: Int64[np.ndarray, "n"] = np.zeros(0, np.intp)
+        self._names, self._names_version = RowNames([]), self.rows.version
+
+        # What prepare_inputs asked of its shapes the last time, and the answer.
+        self.last_dispatch: tuple[StepShapes, tuple[int, int, int, bool], tuple[StepShape, StepLayout]] | None = None
+        # Room to read a step's lists into.
+        self.reading = tuple(np.empty(max_num_reqs, np.int32) for _ in range(3))
+        self.staging = Scratch(max_model_len)
+        self.flagged = np.empty(max_num_reqs, bool)
+        most = max(max_num_batched_tokens, max_num_reqs * (1 + num_speculative_tokens)) + 1
+        self.ascending: Int64[np.ndarray, "n"] = np.arange(most)
+        self.ascending32: Int32[np.ndarray, "n"] = np.arange(most, dtype=np.int32)
         self.refresh_metadata()
 
     def refresh_metadata(self) -> None:
         """To be called when rows have moved: refreshes what is derived from their order."""
-        n, ids = self.num_reqs, self.scheduled_ids
+        n = self.num_reqs
         self.row_indices: Int64[np.ndarray, "n"] = self.idx_mapping[:n].astype(np.intp)
         self.row_starts: Int64[np.ndarray, "n"] = self.row_indices * self.token_row_stride  # in the flat token table
-        self.scheduled_rows: Int64[np.ndarray, "n"] = np.fromiter(
-            map(self.req_id_to_index.__getitem__, ids), np.intp, len(ids)
-        )
-        self.rows_in_order = bool((self.scheduled_rows == np.arange(len(ids))).all())
-        self.row_flags = int(np.bitwise_or.reduce(self.columns["sampling_flags"][self.row_indices], initial=0))
-        self.row_prompts: Int32[np.ndarray, "n"] = self.columns["num_prompt_tokens"][self.row_indices]
-        self.row_holds: Int32[np.ndarray, "n"] = self._min_length[self.row_indices]
-        self.any_hold = bool(self.row_holds.any())
+        self.scheduled_rows: Int64[np.ndarray, "n"] = self.row_of_index[self.scheduled_indices]
+        self.rows_in_order = not np.count_nonzero(self.scheduled_rows != self.ascending[: len(self.scheduled_rows)])
+        self.num_prompt[:n] = self.columns["num_prompt_tokens"][self.row_indices]
+        self.row_flags = int(np.bitwise_or.reduce(self.columns["sampling_flags"][self.row_indices]))
+        # Tokens before which rows may not stop, if any request at all has such a bound.
+        self.row_holds = self._min_length[self.row_indices] if self._holding else None
 
     # ------------------------------------------------------------------ looking at it
     @property
     def num_reqs(self) -> int:
-        return len(self.req_ids)
+        return self.rows.num_rows
 
     @property
     def num_free_indices(self) -> int:
         return len(self._free_indices)
+
+    @property
+    def idx_mapping(self) -> Int32[np.ndarray, "R"]:
+        return self.rows.idx_mapping
+
+    @property
+    def row_of_index(self) -> Int64[np.ndarray, "I"]:
+        return self.rows.row_of_index
+
+    @property
+    def names(self) -> RowNames:
+        """Who stands in each row; another object once rows have moved, so that a step can keep its own."""
+        if self._names_version != self.rows.version:
+            indices = self.idx_mapping[: self.rows.end]
+            ids = [self._id_of_index[i] for i in indices[indices != NO_INDEX].tolist()]
+            self._names, self._names_version = RowNames(ids), self.rows.version
+        return self._names
+
+    @property
+    def req_ids(self) -> list[str]:
+        """Request of each row."""
+        return self.names.req_ids
+
+    @property
+    def req_id_to_index(self) -> dict[str, int]:
+        """Row of each request that has one."""
+        return self.names.req_id_to_index
 
     def token_ids_of(self, req_id: str) -> Int32[np.ndarray, "n"]:
         """Prompt and outputs of a request (a view while it holds an index)."""
@@ -134,52 +206,94 @@ class InputBatch:
         return self.block_table[group].row(index) if index != NO_INDEX else np.zeros(0, np.int32)
 
     # ------------------------------------------------------------------ requests and their indices
+    def words_of(
+        self, states: Sequence[CachedRequestState], token_ids: Sequence[Sequence[int] | np.ndarray]
+    ) -> Int32[np.ndarray, "entering words"]:
+        """What the int32 columns will hold of requests that enter with these tokens; ValueError for parameters that
+        the device cannot hold. Changes nothing.
+        """
+        words = np.empty((len(states), self.columns.words), np.int32)
+        words[:] = self.columns.fill
+        for row, state, tokens in zip(words, states, token_ids, strict=True):
+            prompt = state.num_prompt_tokens
+            row[self._flags_at] = self._records.write(row[self._record_at], state.req_id, state.sampling_params, prompt)
+            row[self._num_tokens_at], row[self._num_prompt_at] = len(tokens), prompt
+        return words
+
     def enter(
         self,
-        state: CachedRequestState,
-        token_ids: TokenIds,
-        block_ids: Sequence[Sequence[int]],
-        num_computed_tokens: int,
-    ) -> None:
-        """Gives ``state`` a request index and fills its columns. It has no row yet."""
-        params = state.sampling_params
-        record = self.record_of(state.req_id, params, state.num_prompt_tokens)
-        index = self._free_indices.pop()
-        state.request_index, state.preempted_token_ids = index, None
-        n = len(token_ids)
-        self.token_ids[index, :n] = token_ids
-        self.num_tokens[index] = n
-        self.columns["num_prompt_tokens"][index] = state.num_prompt_tokens
-        self.num_computed_tokens[index] = num_computed_tokens
-        self.columns["sampling_record"][index] = np.frombuffer(record, np.int32)
-        self.columns["sampling_flags"][index] = sampling_flags(params)
-        self.block_table.add_row(block_ids, index)
-        self.requests[state.req_id] = state
-        self._entered.append(index)
+        states: Sequence[CachedRequestState],
+        token_ids: Sequence[Int32[np.ndarray, "n"]],
+        words: Int32[np.ndarray, "entering words"],
+    ) -> list[int]:
+        """Gives each state a request index and fills its columns; ``words`` are those of ``words_of``.
+
+        No row yet, no blocks and no computed tokens. Returns the indices.
+        """
+        indices = [self._free_indices.pop() for _ in states]
+        for state, index, tokens in zip(states, indices, token_ids, strict=True):
+            req_id, n = state.req_id, len(tokens)
+            state.request_index, state.preempted_token_ids = index, None
+            self.requests[req_id], self.index_of[req_id], self._id_of_index[index] = state, index, req_id
+            self.token_ids[index, :n] = tokens
+            self.longest = max(self.longest, n)
+            if state.sampling_params.min_tokens:
+                self._holding.add(index)
+        self._entered += indices
+        self.columns.put(indices, words)
+        return indices
 
     def record_of(self, req_id: str, params: SamplingParams, num_prompt_tokens: int) -> bytes:
         """What the device is told of a request's sampling parameters; ValueError if it cannot be."""
-        check_tables(params, self.vocab_size)
-        return sampling_record(params, req_id, num_prompt_tokens, self.eos_token_ids, self.seed)
+        try:
+            check_tables(params, self.vocab_size)
+            return sampling_record(params, req_id, num_prompt_tokens, self.eos_token_ids, self.seed)
+        except ValueError as e:
+            raise ValueError(f"request {req_id!r}: {e}") from None
 
     def new_state(self, req_id: str, params: SamplingParams | None, num_prompt_tokens: int) -> CachedRequestState:
         """A state for ``enter``."""
         return CachedRequestState(req_id, params or _DEFAULT_PARAMS, num_prompt_tokens)
 
-    def preempt(self, req_id: str) -> None:
-        """The request loses row, blocks and index; its tokens stay with its state."""
-        state = self.requests[req_id]
-        if state.request_index == NO_INDEX:
-            return
-        state.preempted_token_ids = self.token_ids_of(req_id).copy()
-        self._release(state)
+    def kept_token_ids(self, req_id: str) -> Int32[np.ndarray, "n"]:
+        """What a preempted request, or one that is about to be, comes back with."""
+        kept = self.requests[req_id].preempted_token_ids
+        return self.token_ids_of(req_id).copy() if kept is None else kept
+
+    def release(self, finished: Iterable[str] = (), preempted: Iterable[str] = ()) -> None:
+        """Finished requests are forgotten; preempted ones lose row, blocks and index, and their tokens stay with their
+        state. An id that is not known, or has no index already, is passed over: an abort may name such a one.
+        """
+        freed = []
+        for req_id in preempted:
+            state = self.requests.get(req_id)
+            if state is not None and state.request_index != NO_INDEX:
+                state.preempted_token_ids = self.token_ids_of(req_id).copy()
+                freed.append(state.request_index)
+                state.request_index = self.index_of[req_id] = NO_INDEX
+        for req_id in finished:
+            if self.requests.pop(req_id, None) is not None:
+                index = self.index_of.pop(req_id)
+                if index != NO_INDEX:
+                    freed.append(index)
+        if freed:
+            freed.sort()  # sets have no order, and a replay must give the same indices
+            self.rows.leave(freed)
+            self.columns.clear(freed)
+            self.block_table.clear_rows(freed)
+            self._holding.difference_update(freed)
+            self._free_indices += freed
 
     def remove_request(self, req_id: str) -> None:
-        """The runner forgets the request."""
-        self._release(self.requests.pop(req_id))
+        """The runner forgets the request. Its row is a hole until it is taken or condensed."""
+        self.release(finished=[req_id])
+        for owners in self.block_owners:
+            owners.stale = True
 
     def take_entered(self) -> list[int]:
         """Indices whose sampling record has to be uploaded, and which hold a request still."""
+        if not self._entered:
+            return []
         entered = [i for i in dict.fromkeys(self._entered) if self.num_tokens[i]]
         self._entered = []
         return entered
@@ -188,61 +302,14 @@ class InputBatch:
         """What a request that has entered brings for the device's tables; None if it uses none of them."""
         if not self.columns["sampling_flags"][index] & NEEDS_TABLES:
             return None
-        state = self.requests[self.req_ids[self.row_of_index[index]]]
+        state = self.requests[self._id_of_index[index]]
         tokens = self.token_ids_of(state.req_id)
         return pack(self.table_sizes, state.sampling_params, tokens, state.num_prompt_tokens)
 
-    def _release(self, state: CachedRequestState) -> None:
-        index = state.request_index
-        if index == NO_INDEX:
-            return
-        if self.row_of_index[index] != NO_ROW:
-            self.leave_row(state.req_id)
-        self.columns.clear(index)
-        self.block_table.clear_row(index)
-        state.request_index = NO_INDEX
-        self._free_indices.append(index)
-
     # ------------------------------------------------------------------ rows
-    def take_row(self, req_id: str) -> int:
-        """A row for a request that holds an index: the lowest one given up, else the next."""
-        index = self.requests[req_id].request_index
-        if self._holes:
-            row = min(self._holes)
-            self._holes.remove(row)
-            self.req_ids[row] = req_id
-        else:
-            row = len(self.req_ids)
-            self.req_ids.append(req_id)
-        self._place(req_id, index, row)
-        return row
-
-    def leave_row(self, req_id: str) -> None:
-        """The request gives up its row, and keeps its index. The row is a hole until it is taken or condensed."""
-        row = self.req_id_to_index.pop(req_id)
-        self.row_of_index[self.idx_mapping[row]] = NO_ROW
-        self.idx_mapping[row] = NO_INDEX
-        self._holes.append(row)
-
     def condense(self) -> None:
         """The last rows move into the holes, until rows 0..num_reqs-1 are all in use."""
-        if not self._holes:
-            return
-        holes = sorted(self._holes)
-        self._holes = []
-        gone = set(holes)
-        last = len(self.req_ids) - 1
-        for hole in holes:
-            while last in gone:
-                last -= 1
-            if last < hole:
-                break
-            req_id = self.req_ids[hole] = self.req_ids[last]
-            index = int(self.idx_mapping[last])
-            self.idx_mapping[last] = NO_INDEX
-            self._place(req_id, index, hole)
-            gone.add(last)
-        del self.req_ids[len(self.req_id_to_index) :]
+        self.rows.condense()
 
     def swap_states(self, a: int, b: int) -> None:
         """The requests of rows ``a`` and ``b`` change places."""
@@ -255,20 +322,12 @@ class InputBatch:
 
         The step's plan goes along, so this may also be called between ``update_states`` and ``prepare_inputs``.
         """
-        n = self.num_reqs
-        if sorted(order) != list(range(n)):
-            raise ValueError(f"order must be a permutation of 0..{n - 1}, got {list(order)}")
-        self.req_ids = [self.req_ids[i] for i in order]
-        indices = self.idx_mapping[:n][np.asarray(order, np.intp)]
-        self.idx_mapping[:n] = indices
-        self.row_of_index[indices] = np.arange(n)
-        self.req_id_to_index = {req_id: row for row, req_id in enumerate(self.req_ids)}
-        for column in (self.num_scheduled, self.num_computed):
-            column[:n] = column[:n][np.asarray(order, np.intp)]
-        self.scheduled_ids = [r for r in self.scheduled_ids if r in self.req_id_to_index]  # without the aborted
+        self.rows.reorder(order)
+        n = len(order)
+        here = self.row_of_index[self.scheduled_indices] != NO_ROW
+        if not here.all():  # some were aborted since they were scheduled
+            self.scheduled_ids = list(compress(self.scheduled_ids, here))
+            self.scheduled_indices = self.scheduled_indices[here]
+        for by_row in (*self.row_fields[1:], self.num_scheduled):
+            by_row[:n] = by_row[:n][order]
         self.refresh_metadata()
-
-    def _place(self, req_id: str, index: int, row: int) -> None:
-        self.req_id_to_index[req_id] = row
-        self.idx_mapping[row] = index
-        self.row_of_index[index] = row

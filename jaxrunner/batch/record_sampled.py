@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+
 import numpy as np
 from jaxtyping import Bool, Int32
 
@@ -20,41 +23,72 @@ def record_sampled(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> list
         ValueError: rows do not match the batch, a token is behind a gap, or a request would outgrow its row. Nothing
             has changed then.
     """
+    return record_tokens(batch, sampled).lists()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """Tokens of a step's rows: flat, and as lists for those who want them.
+
+    Attributes:
+        token_ids: [n], one row's after the other's.
+        offsets: [R + 1]; row r has token_ids[offsets[r] : offsets[r + 1]].
+        most: tokens that a row can have.
+    """
+
+    token_ids: Int32[np.ndarray, "n"]
+    offsets: Int32[np.ndarray, "R+1"]
+    most: int
+
+    def lists(self) -> list[list[int]]:
+        """One list a row. Making them takes most of the time of bookkeeping."""
+        if self.most > 1:
+            flat = self.token_ids.tolist()
+            return [flat[start:end] for start, end in pairwise(self.offsets.tolist())]
+        lists: list[list[int]] = self.token_ids[:, None].tolist()
+        if len(lists) < len(self.offsets) - 1:
+            for row in (np.diff(self.offsets) == 0).nonzero()[0].tolist():
+                lists.insert(row, [])
+        return lists
+
+
+def record_tokens(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> SampledTokens:
+    """``record_sampled`` without the lists: the same arguments, effects and errors."""
     n = batch.num_reqs
     if sampled.ndim != 2 or len(sampled) != n:
         raise ValueError(f"sampled must be [{n}, w] for the {n} rows of the step, got {list(sampled.shape)}")
-    there = sampled >= 0
-    indices = batch.row_indices
-    if (batch.num_tokens[indices] + sampled.shape[1] > batch.token_row_stride).any():
-        _check_room(batch, there)
-    at = batch.row_starts + batch.num_tokens[indices]
-    tokens = batch.token_ids.reshape(-1)
-    if sampled.shape[1] == 1:
-        column, kept = sampled[:, 0], there[:, 0]
-        if kept.all():
-            tokens[at] = column
-            batch.num_tokens[indices] += 1
-            return sampled.tolist()
-        tokens[at[kept]] = column[kept]
-        batch.num_tokens[indices] += kept
-        lists = sampled.tolist()
-        for row in np.flatnonzero(~kept).tolist():
-            lists[row] = []
-        return lists
-    counts = there.sum(axis=1, dtype=np.int32)
-    if (there != (np.arange(sampled.shape[1]) < counts[:, None])).any():
+    there, width, indices = sampled >= 0, sampled.shape[1], batch.row_indices
+    num_kept = np.count_nonzero(there)
+    if width > 1 and np.count_nonzero(there[:, 1:] > there[:, :-1]):
         raise ValueError(f"a row of sampled has a token behind a gap: {sampled.tolist()}")
-    tokens[(at[:, None] + np.arange(sampled.shape[1]))[there]] = sampled[there]
-    batch.num_tokens[indices] += counts
-    return [row[:count] for row, count in zip(sampled.tolist(), counts.tolist(), strict=True)]
+    lengths = batch.num_tokens[indices]
+    at = batch.row_starts + lengths
+    if batch.longest + width > batch.token_row_stride:
+        _check_room(batch, lengths, there)
+        for j in range(width):
+            batch.flat_token_ids[at[there[:, j]] + j] = sampled[there[:, j], j]
+    elif width == 1:  # here, what is not kept is written too: behind a request's tokens, where nothing counts
+        batch.flat_token_ids[at] = sampled[:, 0]
+    else:
+        batch.flat_token_ids[at[:, None] + batch.ascending[:width]] = sampled
+    batch.longest += width
+    if num_kept == sampled.size:
+        batch.num_tokens[indices] = lengths + width
+        return SampledTokens(sampled.reshape(-1), batch.ascending32[: n + 1] * width, width)
+    counts = there.sum(axis=1, dtype=np.int32)
+    batch.num_tokens[indices] = lengths + counts
+    offsets = np.zeros(n + 1, np.int32)
+    counts.cumsum(out=offsets[1:])
+    return SampledTokens(sampled[there], offsets, width)
 
 
-def _check_room(batch: InputBatch, there: Bool[np.ndarray, "R w"]) -> None:
-    """The slow look, when some row is so long that the widest sample would not fit."""
-    lengths = batch.num_tokens[batch.row_indices] + there.sum(axis=1)
-    if (lengths > batch.token_row_stride).any():
-        row = int(np.flatnonzero(lengths > batch.token_row_stride)[0])
+def _check_room(batch: InputBatch, lengths: Int32[np.ndarray, "R"], there: Bool[np.ndarray, "R w"]) -> None:
+    """The closer look, when some row may be so long that the widest sample would not fit."""
+    after = lengths + there.sum(axis=1)
+    if (after > batch.token_row_stride).any():
+        row = int(np.flatnonzero(after > batch.token_row_stride)[0])
         raise ValueError(
-            f"request {batch.req_ids[row]!r} would have {lengths[row]} tokens, max_model_len is {batch.max_model_len}:"
+            f"request {batch.req_ids[row]!r} would have {after[row]} tokens, max_model_len is {batch.max_model_len}:"
             " it should have been finished"
         )
+    batch.longest = int(lengths.max())

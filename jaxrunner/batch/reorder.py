@@ -42,12 +42,7 @@ def split_order(
 def reorder_decodes_first(batch: InputBatch, threshold: int = 1) -> bool:
     """Reorders the rows of a batch whose states are updated; True if any row moved."""
     n = batch.num_reqs
-    order = split_order(
-        batch.num_scheduled[:n],
-        batch.num_computed[:n],
-        batch.columns["num_prompt_tokens"][batch.row_indices],
-        threshold,
-    )
+    order = split_order(batch.num_scheduled[:n], batch.num_computed[:n], batch.num_prompt[:n], threshold)
     if order == list(range(n)):
         return False
     batch.reorder(order)

@@ -6,18 +6,17 @@ row given up first); holes are condensed, rows reordered if asked for; only then
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Collection, Sequence
-from functools import cache
-from itertools import chain, compress
-from operator import itemgetter
+from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int64
 
-from jaxrunner.batch.input_batch import NO_ROW, InputBatch
+from jaxrunner.batch.input_batch import InputBatch
+from jaxrunner.batch.packing import runs
 from jaxrunner.batch.reorder import reorder_decodes_first
-from jaxrunner.batch.request_state import NO_INDEX
-from jaxrunner.batch.validate import validate
+from jaxrunner.batch.rows import NO_ROW
+from jaxrunner.batch.step_plan import StepPlan, read_plan
+from jaxrunner.batch.validate import read_and_validate
 from jaxrunner.protocol import SchedulerOutput, TokenIds
 from jaxrunner.sampling_columns import HELD_BACK
 
@@ -39,118 +38,73 @@ def update_states(
     Raises:
         SchedulerOutputError: with ``check``; the batch is then what it was.
     """
-    if check:
-        validate(batch, scheduler_output)
-    if _membership_changed(batch, scheduler_output):
-        _settle_rows(batch, scheduler_output)
-    _take_counts(batch, scheduler_output)
+    plan = read_and_validate(batch, scheduler_output) if check else read_plan(batch, scheduler_output)
+    if plan.changed:
+        _settle_rows(batch, scheduler_output, plan)
+    _take_counts(batch, scheduler_output, plan)
+    _take_blocks(batch, plan, check)
+    _take_drafts(batch, plan)
     if reorder_threshold is not None:
         reorder_decodes_first(batch, reorder_threshold)
-    _take_blocks(batch, scheduler_output)
-    _take_drafts(batch, scheduler_output)
     _note_features(batch)
 
 
-def _membership_changed(batch: InputBatch, so: SchedulerOutput) -> bool:
-    cached = so.scheduled_cached_reqs
-    return bool(
-        so.finished_req_ids
-        or so.preempted_req_ids
-        or so.scheduled_new_reqs
-        or cached.resumed_req_ids
-        or cached.req_ids != batch.scheduled_ids
-    )
-
-
-def _settle_rows(batch: InputBatch, so: SchedulerOutput) -> None:
-    cached, new = so.scheduled_cached_reqs, so.scheduled_new_reqs
-    # Sorted: the order of a set differs from run to run, and with it which index a later request gets.
-    for req_id in sorted(so.finished_req_ids):
-        if req_id in batch.requests:  # an abort may name one that never got here
-            batch.remove_request(req_id)
-    for req_id in sorted(so.preempted_req_ids):
-        if req_id in batch.requests:
-            batch.preempt(req_id)
-    for req_id in sorted(cached.resumed_req_ids):  # preempted and resumed in one step
-        batch.preempt(req_id)
-
-    # Unscheduled: whoever has a row and is not among the scheduled. Counting finds out whether there is anyone.
-    states = [batch.requests[r] for r in cached.req_ids]
-    indices = np.fromiter((s.request_index for s in states), np.intp, len(states))
-    staying = indices[indices != NO_INDEX]
-    staying_rows = batch.row_of_index[staying]
-    if len(batch.req_id_to_index) > np.count_nonzero(staying_rows != NO_ROW):
-        scheduled = set(cached.req_ids)
-        for req_id in [r for r in batch.req_id_to_index if r not in scheduled]:
-            batch.leave_row(req_id)
-
-    for data in new:
-        prefill = data.prompt_token_ids if data.prefill_token_ids is None else data.prefill_token_ids
-        state = batch.new_state(data.req_id, data.sampling_params, len(data.prompt_token_ids))
-        batch.enter(state, prefill, data.block_ids, data.num_computed_tokens)
-        batch.take_row(data.req_id)
-    for i, state in enumerate(states):
-        if state.request_index == NO_INDEX:
-            tokens = cached.all_token_ids.get(state.req_id)
-            tokens = state.preempted_token_ids if tokens is None else tokens
-            assert tokens is not None  # a request without an index keeps its tokens
-            blocks = cached.new_block_ids[i]
-            batch.enter(state, tokens, blocks or ((),) * len(batch.block_table), cached.num_computed_tokens[i])
-        if batch.row_of_index[state.request_index] == NO_ROW:
-            batch.take_row(state.req_id)
-    batch.condense()
-
-    batch.scheduled_ids = cached.req_ids + [data.req_id for data in new]
+def _settle_rows(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
+    batch.release(so.finished_req_ids, so.preempted_req_ids | so.scheduled_cached_reqs.resumed_req_ids)
+    rows, indices, num_new = batch.rows, plan.indices, len(plan.ids) - plan.num_cached
+    placed = batch.row_of_index[indices]
+    if len(plan.returning):
+        placed[plan.returning] = NO_ROW
+    num_coming_back = np.count_nonzero(placed < 0)
+    if rows.num_rows != len(placed) - num_coming_back:  # somebody who has a row is not scheduled
+        rows.leave_all_but(placed[placed >= 0])
+    entered = batch.enter(plan.states, plan.tokens, plan.words) if plan.states else []
+    new = entered[:num_new]
+    if num_coming_back:
+        indices[plan.returning] = entered[num_new:]
+        back = indices[placed < 0]
+        rows.take(np.concatenate((new, back)) if new else back)
+    elif new:
+        rows.take(new)
+    rows.condense()
+    batch.scheduled_ids = plan.ids
+    batch.scheduled_indices = np.concatenate((indices, new)) if new else indices
     batch.refresh_metadata()
 
 
-def _take_counts(batch: InputBatch, so: SchedulerOutput) -> None:
-    cached, new = so.scheduled_cached_reqs, so.scheduled_new_reqs
-    ids, k = batch.scheduled_ids, len(cached.req_ids)
-    scheduled = so.num_scheduled_tokens
-    counts = scheduled.values() if list(scheduled) == ids else _lookup(scheduled, ids)
-    computed = cached.num_computed_tokens
-    if new:
-        computed = computed + [data.num_computed_tokens for data in new]
-    _by_row(batch, batch.num_scheduled, counts)
-    _by_row(batch, batch.num_computed, computed)
-    if k and any(map(len, cached.new_token_ids)):
-        indices = batch.row_indices[batch.scheduled_rows[:k]]
-        _append_tokens(batch, indices, cached.num_computed_tokens, cached.new_token_ids)
-    if k and cached.num_output_tokens:
-        _drop_surplus_outputs(batch, batch.scheduled_rows[:k], cached.num_output_tokens)
-    batch.num_computed_tokens[batch.row_indices] = batch.num_computed[: batch.num_reqs]
+def _take_counts(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
+    n, cached = len(plan.ids), so.scheduled_cached_reqs
+    in_order: slice | Int64[np.ndarray, "n"] = slice(n) if batch.rows_in_order else batch.scheduled_rows
+    batch.num_computed[in_order] = plan.computed
+    batch.num_computed_tokens[batch.scheduled_indices] = plan.computed
+    batch.scheduled_each = plan.each
+    batch.num_scheduled[in_order] = plan.each or plan.counts
+    if cached.new_token_ids and any(map(len, cached.new_token_ids)):
+        _append_tokens(batch, plan.indices, cached.num_computed_tokens, cached.new_token_ids)
+    known = batch.num_known[:n]
+    batch.num_tokens.take(batch.row_indices, out=known, mode="clip")  # clip: all are inside, no second look
+    if plan.outputs is not None:
+        _drop_surplus_outputs(batch, plan)
 
 
-def _by_row(batch: InputBatch, column: np.ndarray, values: Collection[int]) -> None:
-    """``values`` come in the scheduler's order, ``column`` is by row. Packing reads a list twice as fast as NumPy."""
-    n = len(values)
-    if batch.rows_in_order:
-        _packer(n)(column, 0, *values)
-    else:
-        in_order = np.empty(n, np.int32)
-        _packer(n)(in_order, 0, *values)
-        column[batch.scheduled_rows] = in_order
-
-
-@cache
-def _packer(n: int) -> Callable[..., None]:
-    return struct.Struct(f"{n}i").pack_into
-
-
-def _drop_surplus_outputs(batch: InputBatch, rows: np.ndarray, num_output_tokens: Sequence[int]) -> None:
+def _drop_surplus_outputs(batch: InputBatch, plan: StepPlan) -> None:
     """The scheduler counts fewer outputs than the batch has (a failed load dropped some): its count holds."""
-    told = np.empty(len(rows), np.int32)
-    _packer(len(rows))(told, 0, *num_output_tokens)
-    indices = batch.row_indices if batch.rows_in_order and len(rows) == batch.num_reqs else batch.row_indices[rows]
-    told += batch.row_prompts if indices is batch.row_indices else batch.row_prompts[rows]
-    have = batch.num_tokens[indices]
-    if (told < have).any():
-        batch.num_tokens[indices] = np.minimum(told, have)
+    k, outputs = plan.num_cached, plan.outputs
+    assert outputs is not None
+    rows: slice | Int64[np.ndarray, "k"] = slice(k) if batch.rows_in_order else batch.scheduled_rows[:k]
+    told = np.add(outputs, batch.num_prompt[rows], out=outputs)
+    fewer = np.less(told, batch.num_known[rows], out=batch.flagged[:k])
+    if np.count_nonzero(fewer):
+        kept = np.minimum(told, batch.num_known[rows])
+        batch.num_known[rows] = kept
+        batch.num_tokens[plan.indices] = kept
 
 
 def _append_tokens(
-    batch: InputBatch, indices: np.ndarray, computed: Sequence[int], new_token_ids: Sequence[TokenIds]
+    batch: InputBatch,
+    indices: Int64[np.ndarray, "k"],
+    computed: Sequence[int],
+    new_token_ids: Sequence[TokenIds],
 ) -> None:
     """Tokens another pipeline stage sampled: only those that the batch does not have yet."""
     for index, c, tokens in zip(indices.tolist(), computed, new_token_ids, strict=True):
@@ -159,48 +113,42 @@ def _append_tokens(
         if missing > 0:
             batch.token_ids[index, have : have + missing] = tokens[len(tokens) - missing :]
             batch.num_tokens[index] = have + missing
+            batch.longest = max(batch.longest, have + missing)
 
 
-def _take_blocks(batch: InputBatch, so: SchedulerOutput) -> None:
-    cached = so.scheduled_cached_reqs
-    if cached.new_block_ids.count(None) == len(cached.req_ids):
-        return
-    grown = list(compress(range(len(cached.req_ids)), cached.new_block_ids))
-    if cached.resumed_req_ids:  # their blocks went in when they entered
-        grown = [i for i in grown if cached.req_ids[i] not in cached.resumed_req_ids]
-    if grown:
-        indices = batch.row_indices[batch.scheduled_rows[grown]]
-        batch.block_table.append_rows([cached.new_block_ids[i] for i in grown], indices)  # type: ignore[misc]
+def _take_blocks(batch: InputBatch, plan: StepPlan, checked: bool) -> None:
+    """One scatter a group, for the requests that grew and those that entered."""
+    if plan.blocks:
+        rows = batch.scheduled_indices[plan.growing]
+        for table, new in zip(batch.block_table.tables, plan.blocks, strict=True):
+            table.append_flat(new.block_ids, new.lengths, rows)
+    if not checked and (plan.blocks or plan.leaving):
+        for owners in batch.block_owners:
+            owners.stale = True
 
 
-def _take_drafts(batch: InputBatch, so: SchedulerOutput) -> None:
+def _take_drafts(batch: InputBatch, plan: StepPlan) -> None:
     """Drafts lie behind the request's tokens; they count as scheduled, not as known."""
-    drafts = so.scheduled_spec_decode_tokens
+    n, drafts = len(plan.ids), plan.drafts
     if batch.any_drafts:
         batch.num_draft_tokens[:] = 0
-    batch.any_drafts = bool(drafts)
-    if not drafts:
+        batch.num_draft[:] = 0
+    batch.any_drafts, batch.drafts_each = drafts is not None, 0
+    if drafts is None:
         return
-    rows = np.fromiter(_lookup(batch.req_id_to_index, list(drafts)), np.intp, len(drafts))
-    indices = batch.row_indices[rows]
-    lengths = np.fromiter(map(len, drafts.values()), np.int32, len(drafts))
-    total = int(lengths.sum())
-    batch.num_draft_tokens[indices] = lengths
+    indices = batch.scheduled_indices[drafts.positions]
+    batch.num_draft_tokens[indices] = drafts.lengths
+    batch.num_draft[batch.scheduled_rows[drafts.positions]] = drafts.lengths
     at = indices * batch.token_row_stride + batch.num_tokens[indices]
-    ends = np.cumsum(lengths)
-    cells = np.repeat(at - ends + lengths, lengths) + np.arange(total)
-    batch.token_ids.reshape(-1)[cells] = np.fromiter(chain.from_iterable(drafts.values()), np.int32, total)
+    if drafts.each:
+        batch.drafts_each = drafts.each
+        batch.flat_token_ids[at[:, None] + batch.ascending[: drafts.each]] = drafts.token_ids.reshape(n, drafts.each)
+    else:
+        batch.flat_token_ids[runs(at, drafts.lengths)] = drafts.token_ids
 
 
 def _note_features(batch: InputBatch) -> None:
     """Which sampling features this step needs: bits over all rows."""
     batch.flags = batch.row_flags
-    if batch.any_hold and (batch.row_holds > batch.num_tokens[batch.row_indices]).any():
+    if batch.row_holds is not None and np.count_nonzero(batch.row_holds > batch.num_known[: batch.num_reqs]):
         batch.flags |= HELD_BACK
-
-
-def _lookup(table: dict[str, int], keys: Sequence[str]) -> Sequence[int]:
-    """[table[k] for k in keys], in one C call."""
-    if len(keys) > 1:
-        return itemgetter(*keys)(table)
-    return [table[k] for k in keys]

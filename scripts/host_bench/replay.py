@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 import jax
@@ -105,11 +105,19 @@ def compare_with_reference(config: TraceConfig, on_step: Callable[[], object] = 
     return steps
 
 
+CLOCKS: dict[str, Callable[[], int]] = {"wall": perf_counter_ns, "cpu": thread_time_ns}
+
+
 def time_phases(
-    config: TraceConfig, yardstick: Yardstick, *, check: bool, on_step: Callable[[], object] = lambda: None
+    config: TraceConfig,
+    yardstick: Yardstick,
+    *,
+    check: bool,
+    clock: Callable[[], int] = perf_counter_ns,
+    on_step: Callable[[], object] = lambda: None,
 ) -> Replay:
-    """Wall time of ``update_states``, ``prepare_inputs``, and ``record_sampled`` with the output around it."""
-    path, clock = HostPath(config), perf_counter_ns
+    """Time of ``update_states``, ``prepare_inputs``, and ``record_sampled`` with the output around it."""
+    path = HostPath(config)
     times: list[tuple[int, int, int]] = []
     floor: list[float] = []
     for step in _frozen_once_measured(trace(config)):

@@ -48,6 +48,7 @@ def index_of(batch: InputBatch, req_id: str) -> int:
 
 
 def swap_rows(batch: InputBatch, so: SchedulerOutput, inputs: StepInputs) -> None:
+    assert batch.req_id_to_index["A"] == 0  # it is made from req_ids when it is first asked for
     batch.req_ids[0], batch.req_ids[1] = batch.req_ids[1], batch.req_ids[0]
 
 

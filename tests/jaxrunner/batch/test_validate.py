@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrunner.batch import InputBatch, SchedulerOutputError, update_states
+from jaxrunner.batch import InputBatch, SchedulerOutputError, update_states, validate
 from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
 from jaxrunner.sampling_params import SamplingParams
 
@@ -163,7 +163,10 @@ BAD = {
     "wrong number of groups": (with_new(block_ids=([20], [21])), "2 cache groups, there are 1"),
     "negative block": (with_new(block_ids=([-3],)), "block -3"),
     "too many blocks": (with_new(block_ids=([1, 2, 3, 4, 5],)), "5 blocks .* 4 columns"),
-    "computed past the prompt": (with_new(num_computed_tokens=1), "1 computed \\+ 2 scheduled, and it has 2"),
+    "computed past the prompt": (
+        with_new(num_computed_tokens=1),
+        "'N': 1 computed \\+ 2 scheduled tokens, and it has 2",
+    ),
     "prefill shorter than the prompt": (with_new(prefill_token_ids=[1]), "must hold the whole prompt"),
     "sum is not total": (changed(lambda so: setattr(so, "total_num_scheduled_tokens", 3)), "adds up to 2, .* is 3"),
     "nothing for a request": (changed(lambda so: so.num_scheduled_tokens.update(A=2, B=0)), "'B' is scheduled for 0"),
@@ -191,6 +194,33 @@ BAD = {
     "drafts of nobody": (drafts({"C": [1]}), "'C' has draft tokens and is not scheduled"),
     "too many drafts": (drafts({"A": [1, 2, 3]}, 4), "3 draft tokens, num_speculative_tokens is 2"),
     "only drafts": (drafts({"A": [1, 2]}), "2 draft tokens among 2 scheduled"),
+    "writes another's block": (
+        with_new(block_ids=([1],)),
+        "'N', with 0 tokens computed, writes positions 0 to 3 to block 1 in cache group 0, which 'A' holds too",
+    ),
+    "holds a block that another writes": (
+        with_new(prompt_token_ids=[1] * 6, num_computed_tokens=4, block_ids=([10, 20],)),
+        "'B', with 4 tokens computed, writes positions 4 to 7 to block 10 in cache group 0, which 'N' holds too",
+    ),
+    "one block in two places": (
+        with_new(prompt_token_ids=[1] * 6, num_computed_tokens=4, block_ids=([20, 20],)),
+        "'N', with 4 tokens computed, writes positions 4 to 7 to block 20 in cache group 0, which 'N' holds too",
+    ),
+    "writes the null block": (
+        with_new(block_ids=([0],)),
+        "'N', .* to block 0 in cache group 0, which is the null block",
+    ),
+    "more requests than rows": (
+        counted(
+            changed(lambda so: setattr(so, "scheduled_new_reqs", [NewRequestData(r, [1], ([20],)) for r in "NOPQ"])),
+            "ABNOPQ",
+        ),
+        "6 requests are scheduled, and max_num_reqs is 4",
+    ),
+    "too large for 32 bits": (
+        cached(num_computed_tokens=[2**40, 4]),
+        "num_computed_tokens must fit into 32 bits, got 10995",
+    ),
     "draft outside the vocabulary": (drafts({"A": [100]}), "'A': token id 100 among its draft tokens"),
 }
 
@@ -199,8 +229,10 @@ def picture(b: InputBatch) -> list:
     """Everything the batch holds, bit for bit."""
     arrays = [b.columns[c.name].copy() for c in b.columns.columns]
     arrays += [b.block_table[0].table.copy(), b.block_table[0].num_blocks.copy()]
-    arrays += [b.idx_mapping.copy(), b.row_of_index.copy(), b.num_scheduled.copy()]
-    plain = (b.req_ids, b.req_id_to_index, b.requests, b._free_indices, b._holes, b.scheduled_ids, b._entered, b.flags)
+    arrays += [b.row_fields, b.row_of_index, b.num_scheduled, b.scheduled_indices, b.row_indices]
+    arrays += [b.block_owners[0].holders]
+    plain = (b.req_ids, b.req_id_to_index, b.requests, b.index_of, b._free_indices, b.scheduled_ids, b._entered)
+    plain += (b.flags, b.rows.end, b.rows.holes, b.any_drafts, b.scheduled_each, b.longest)
     return [repr(plain), [a.tobytes() for a in arrays]]
 
 
@@ -221,6 +253,58 @@ def test_refused_and_unchanged(name: str) -> None:
     assert [n for n, (_, other) in BAD.items() if re.search(other, str(error.value))] == [name]  # no other's words
     assert picture(b) == before
     update_states(b, next_valid())  # and the next good step goes through
+
+
+def test_sharing_below_everyones_computed_tokens_is_legal() -> None:
+    b = batch()
+    shared = with_new(prompt_token_ids=[1, 2, 3, 7, 9, 9], num_computed_tokens=4, block_ids=([1, 20],))
+    update_states(b, shared)  # A's block 1 is full: A goes on in block 9
+    assert b.block_owners[0].any_shared
+    so = next_valid()
+    so.scheduled_cached_reqs = CachedRequestData(["A", "N"], set(), [None, None], [4, 5], [2, 0])
+    counted(so, "AN")
+    update_states(b, so)
+    again = with_new(req_id="M", prompt_token_ids=[1] * 9, num_computed_tokens=4, block_ids=([20, 21],))
+    again.scheduled_cached_reqs = so.scheduled_cached_reqs
+    again.num_scheduled_tokens, again.finished_req_ids = {"A": 1, "N": 1, "M": 2}, {"C"}
+    before = picture(b)
+    with pytest.raises(SchedulerOutputError, match="'N', with 5 .* positions 4 to 7 to block 20 .* which 'M' holds"):
+        update_states(b, again)
+    assert picture(b) == before
+
+
+def test_a_block_goes_from_hand_to_hand_within_a_step() -> None:
+    b = batch()
+    so = with_new(block_ids=([3],))
+    so.finished_req_ids = {"C"}  # whose block 3 was
+    update_states(b, so)
+    assert b.block_ids_of("N").tolist() == [3]
+    so = next_valid()
+    so.scheduled_cached_reqs = CachedRequestData(["A", "N"], {"N"}, [None, ([2],)], [4, 0], [2, 0])
+    so.preempted_req_ids = {"N"}
+    so.finished_req_ids = {"B"}  # whose block 2 was
+    update_states(b, counted(so, "AN"))
+    assert b.block_ids_of("N").tolist() == [2]
+
+
+def test_owners_are_counted_anew_after_a_step_that_was_not_checked() -> None:
+    b = batch()
+    update_states(b, with_new(block_ids=([20],)), check=False)
+    b.remove_request("C")
+    again = with_new(req_id="M", block_ids=([20],))
+    again.scheduled_cached_reqs, again.num_scheduled_tokens = CachedRequestData(), {"M": 2}
+    again.total_num_scheduled_tokens = 2
+    with pytest.raises(SchedulerOutputError, match="'M', with 0 .* to block 20 .* which 'N' holds too"):
+        update_states(b, again)
+    again.scheduled_new_reqs[0].block_ids = ([3],)  # C's, until it was removed
+    update_states(b, again)
+
+
+def test_validate_alone_changes_nothing() -> None:
+    b = batch()
+    before = picture(b)
+    validate(b, with_new())
+    assert picture(b) == before
 
 
 def test_tokens_sampled_elsewhere_join_on_beside_a_new_request() -> None:

@@ -1,0 +1,68 @@
+"""From Python's lists and dictionaries into int32 arrays, by the fastest way there is.
+
+``struct`` packs a list of integers twice as fast as NumPy reads it, and ``itemgetter`` looks keys up twice as fast as
+``map`` does. At a thousand requests a step, reading lists is most of what the host does.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from operator import itemgetter
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+
+@cache
+def packer(n: int) -> Callable[..., None]:
+    """pack_into(buffer, offset in bytes, *values) for n integers of 32 bits; anything else is a struct.error."""
+    return struct.Struct(f"{n}i").pack_into
+
+
+def pack(out: Int32[np.ndarray, "size"], values: Sequence[int], at: int = 0) -> Int32[np.ndarray, "n"]:
+    """Writes ``values`` to ``out`` from ``at`` on; returns that part of ``out``."""
+    n = len(values)
+    packer(n)(out, 4 * at, *values)
+    return out[at : at + n]
+
+
+def pack_indices(values: Sequence[int]) -> Int64[np.ndarray, "n"]:
+    """``values`` as an array to index with."""
+    n = len(values)
+    out = np.empty(n, np.int64)
+    _index_packer(n)(out, 0, *values)
+    return out
+
+
+@cache
+def _index_packer(n: int) -> Callable[..., None]:
+    return struct.Struct(f"{n}q").pack_into
+
+
+def lookup[Value](table: Mapping[str, Value], keys: Sequence[str]) -> Sequence[Value]:
+    """[table[k] for k in keys], in one C call; KeyError for a key that is not there."""
+    if len(keys) > 1:
+        return itemgetter(*keys)(table)
+    return [table[k] for k in keys]
+
+
+def runs(starts: Int64[np.ndarray, "n"], lengths: Int32[np.ndarray, "n"]) -> Int64[np.ndarray, "total"]:
+    """start, start + 1, ... of every run, one run after the other."""
+    out = (starts - lengths.cumsum() + lengths).repeat(lengths)
+    out += np.arange(len(out))
+    return out
+
+
+class Scratch:
+    """An array for intermediate values, kept from step to step and made larger when a step needs it."""
+
+    def __init__(self, size: int, dtype: type = np.int32) -> None:
+        self._array: np.ndarray = np.empty(size, dtype)
+
+    def of(self, size: int) -> np.ndarray:
+        """The array, of at least ``size`` entries. What it held before is lost when it has to grow."""
+        if size > len(self._array):
+            self._array = np.empty(2 * size, self._array.dtype)
+        return self._array

@@ -1,0 +1,263 @@
+"""A SchedulerOutput, read once: its lists as arrays. Validation and merging both work on these.
+
+Reading changes nothing in the batch. Arrays are in the scheduler's order: the cached requests, then the new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, compress
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from jaxrunner.batch.block_table import map_to_kernel_blocks
+from jaxrunner.batch.input_batch import InputBatch
+from jaxrunner.batch.packing import lookup, pack, pack_indices
+from jaxrunner.batch.request_state import NO_INDEX, CachedRequestState
+from jaxrunner.protocol import BlockIds, SchedulerOutput, TokenIds
+
+_NONE = np.zeros(0, np.intp)
+
+
+@dataclass(slots=True)
+class NewBlocks:
+    """Blocks that a step brings in one cache group.
+
+    Attributes:
+        block_ids: kernel block ids, one request's after the other's.
+        lengths: how many each request of ``StepPlan.growing`` gets; None: one each.
+    """
+
+    block_ids: Int32[np.ndarray, "m"]
+    lengths: list[int] | None
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Draft tokens of a step.
+
+    Attributes:
+        positions: in the scheduler's order, of the requests that have an entry.
+        lengths: how many each has.
+        each: that number if it is the same for every scheduled request, else 0.
+        token_ids: one request's after the other's.
+    """
+
+    positions: Int64[np.ndarray, "n"]
+    lengths: Int32[np.ndarray, "n"]
+    each: int
+    token_ids: Int32[np.ndarray, "m"]
+
+
+class StepPlan:
+    """What ``read_plan`` found.
+
+    Attributes:
+        ids: request of each position; the first ``num_cached`` are cached, the others new.
+        changed: the requests or their order differ from the last step's, or somebody left.
+        indices: request index of each cached request, NO_INDEX for one that was preempted earlier.
+        returning: positions of the cached requests that get an index in this step.
+        leaving: request indices that are given up: of finished, preempted and resumed requests.
+        each: tokens scheduled for every request if that is one number, else 0.
+        counts: [n], tokens scheduled for each; None where ``each`` says it.
+        in_order: num_scheduled_tokens names the requests in this very order. (None: not looked at.)
+        computed: [n], tokens computed before the step.
+        outputs: [num_cached], output tokens as the scheduler counts them; None if it does not say.
+        growing: positions of the requests that get blocks; ``blocks`` has them, by cache group.
+        states: of the requests that get an index: the new ones, then the returning ones. For each of them
+        tokens: what it has; views that hold until the next plan is read. Those that came as lists lie in ``staged``.
+        words: what the batch's int32 columns will hold.
+        drafts: None if no request has any.
+    """
+
+    __slots__ = (
+        "blocks", "changed", "computed", "counts", "drafts", "each", "growing", "ids", "in_order", "indices", "leaving",
+        "num_cached", "outputs", "returning", "staged", "states", "tokens", "words",
+    )  # fmt: skip
+
+    ids: list[str]
+    num_cached: int
+    changed: bool
+    indices: Int64[np.ndarray, "k"]
+    returning: Int64[np.ndarray, "r"]
+    leaving: list[int]
+    each: int
+    counts: Int32[np.ndarray, "n"] | None
+    in_order: bool | None
+    computed: Int32[np.ndarray, "n"]
+    outputs: Int32[np.ndarray, "k"] | None
+    growing: Int64[np.ndarray, "g"]
+    blocks: list[NewBlocks]
+    states: list[CachedRequestState]
+    tokens: list[Int32[np.ndarray, "tokens"]]
+    staged: Int32[np.ndarray, "tokens"]
+    words: Int32[np.ndarray, "entering words"]
+    drafts: Drafts | None
+
+
+def read_plan(batch: InputBatch, so: SchedulerOutput) -> StepPlan:
+    """Reads ``so`` against ``batch``.
+
+    Raises:
+        KeyError: an unknown request, or one without a count.
+        struct.error, TypeError, ValueError, IndexError: not integers, lists of the wrong length.
+            ``jaxrunner.batch.malformed`` finds the words for each of these.
+    """
+    plan, cached, new = StepPlan(), so.scheduled_cached_reqs, so.scheduled_new_reqs
+    plan.num_cached = k = len(cached.req_ids)
+    plan.changed = bool(
+        new
+        or so.finished_req_ids
+        or so.preempted_req_ids
+        or cached.resumed_req_ids
+        or cached.req_ids != batch.scheduled_ids
+    )
+    if plan.changed:
+        _read_members(batch, so, plan)
+    else:
+        plan.ids, plan.indices = batch.scheduled_ids, batch.scheduled_indices
+        plan.returning, plan.leaving = _NONE, []
+        plan.states, plan.tokens = [], []
+    _read_counts(batch, so, plan)
+    computed: Sequence[int] = cached.num_computed_tokens
+    if new:
+        computed = [*computed, *[data.num_computed_tokens for data in new]]
+    if len(computed) != len(plan.ids):
+        raise ValueError("num_computed_tokens")
+    plan.computed = pack(batch.reading[0], computed)
+    plan.outputs = None
+    if cached.num_output_tokens and k:
+        plan.outputs = pack(batch.reading[1], cached.num_output_tokens)
+        if len(plan.outputs) != k:
+            raise ValueError("num_output_tokens")
+    _read_blocks(batch, so, plan)
+    plan.drafts = _read_drafts(batch, so, plan) if so.scheduled_spec_decode_tokens else None
+    return plan
+
+
+def _read_members(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
+    cached, new, index_of = so.scheduled_cached_reqs, so.scheduled_new_reqs, batch.index_of
+    plan.ids = cached.req_ids + [data.req_id for data in new] if new else cached.req_ids.copy()
+    indices = pack_indices(lookup(index_of, cached.req_ids))
+    leaving = {index_of.get(r, NO_INDEX) for r in so.finished_req_ids}
+    leaving.update([index_of.get(r, NO_INDEX) for r in chain(so.preempted_req_ids, cached.resumed_req_ids)])
+    leaving.discard(NO_INDEX)
+    plan.leaving = list(leaving)
+    plan.returning = _NONE
+    if cached.resumed_req_ids:
+        if plan.leaving:  # preempted and resumed in one step
+            gone = np.zeros(batch.max_num_reqs + 1, bool)
+            gone[plan.leaving] = True
+            indices[gone[indices]] = NO_INDEX
+        plan.returning = (indices == NO_INDEX).nonzero()[0]
+    plan.indices = indices
+    _read_entering(batch, so, plan)
+
+
+def _read_entering(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
+    sent = so.scheduled_cached_reqs.all_token_ids
+    states: list[CachedRequestState] = []
+    sources: list[TokenIds] = []
+    for data in so.scheduled_new_reqs:
+        prompt = data.prompt_token_ids
+        states.append(batch.new_state(data.req_id, data.sampling_params, len(prompt)))
+        sources.append(prompt if data.prefill_token_ids is None else data.prefill_token_ids)
+    for i in plan.returning.tolist():
+        req_id = plan.ids[i]
+        states.append(batch.requests[req_id])
+        tokens = sent.get(req_id)
+        sources.append(batch.kept_token_ids(req_id) if tokens is None else tokens)
+    plan.states, plan.tokens = states, []
+    if not states:
+        return
+    staging, at = batch.staging.of(sum(map(len, sources))), 0
+    for tokens in sources:
+        if isinstance(tokens, np.ndarray):
+            plan.tokens.append(_as_int32(tokens))
+        else:
+            plan.tokens.append(pack(staging, tokens, at))
+            at += len(tokens)
+    plan.staged = staging[:at]
+    plan.words = batch.words_of(states, plan.tokens)
+
+
+def _as_int32(tokens: np.ndarray) -> Int32[np.ndarray, "n"]:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise TypeError("token ids")
+    if tokens.dtype == np.int32:
+        return tokens
+    out = tokens.astype(np.int32)
+    if (out != tokens).any():
+        raise ValueError("token ids")
+    return out
+
+
+def _read_counts(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
+    scheduled, ids = so.num_scheduled_tokens, plan.ids
+    n = len(ids)
+    if len(scheduled) != n:
+        raise KeyError("num_scheduled_tokens")
+    plan.each, plan.counts, plan.in_order = 0, None, None
+    if not n:
+        plan.counts = np.zeros(0, np.int32)
+        return
+    counts: Sequence[int] = list(scheduled.values())
+    if counts.count(counts[0]) == n and type(counts[0]) is int and counts[0] > 0:
+        plan.each = counts[0]
+        return
+    plan.in_order = list(scheduled) == ids
+    if not plan.in_order:
+        counts = lookup(scheduled, ids)
+    plan.counts = pack(batch.reading[2], counts)
+
+
+def _read_blocks(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
+    blocks, k = so.scheduled_cached_reqs.new_block_ids, plan.num_cached
+    if len(blocks) != k:
+        raise ValueError("new_block_ids")
+    plan.growing, plan.blocks = _NONE, []
+    if blocks.count(None) == k and len(plan.ids) == k:
+        return
+    positions = list(compress(range(k), blocks))
+    brought: list[BlockIds] = [b for b in blocks if b]
+    if len(plan.ids) > k:
+        positions += range(k, len(plan.ids))
+        brought += [data.block_ids for data in so.scheduled_new_reqs]
+    plan.growing = pack_indices(positions)
+    groups = list(zip(*brought, strict=True)) if len(batch.block_table) > 1 else [[ids for (ids,) in brought]]
+    if brought and len(groups) != len(batch.block_table):
+        raise ValueError("cache groups")
+    plan.blocks = [_flat(lists, table.ratio) for lists, table in zip(groups, batch.block_table.tables, strict=False)]
+
+
+def _flat(lists: Sequence[Sequence[int]], ratio: int) -> NewBlocks:
+    lengths = None
+    try:
+        ids = [block for (block,) in lists]  # a decode gets one
+    except ValueError:
+        lengths = list(map(len, lists))
+        ids = list(chain.from_iterable(lists))
+    flat = pack(np.empty(len(ids), np.int32), ids)
+    if ratio > 1:
+        lengths = [ratio * n for n in lengths] if lengths else [ratio] * len(lists)
+        flat = map_to_kernel_blocks(flat, ratio)
+    return NewBlocks(flat, lengths)
+
+
+def _read_drafts(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> Drafts | None:
+    drafts, ids = so.scheduled_spec_decode_tokens, plan.ids
+    lists = list(drafts.values())
+    counts = list(map(len, lists))
+    if list(drafts) == ids:
+        positions = batch.ascending[: len(ids)]
+        each = counts[0] if counts.count(counts[0]) == len(ids) else 0
+    else:
+        position = {req_id: i for i, req_id in enumerate(ids)}
+        positions, each = pack_indices(lookup(position, list(drafts))), 0
+    tokens = list(chain.from_iterable(lists))
+    if not tokens:
+        return None
+    lengths = pack(np.empty(len(counts), np.int32), counts)
+    return Drafts(positions, lengths, each, pack(np.empty(len(tokens), np.int32), tokens))
