@@ -116,6 +116,8 @@ class ModelRunnerOutput:
         req_ids: request of each row.
         req_id_to_index: the inverse of ``req_ids``.
         sampled_token_ids: tokens committed per row: empty for a prompt that is not yet fully computed.
+        flat_token_ids, token_offsets: the same tokens as arrays: row r has
+            flat_token_ids[token_offsets[r] : token_offsets[r + 1]]. None from runners that only give lists.
         logprobs: a row for each of ``req_ids``, if any request wants them; what stands in rows without a token means
             nothing.
         logits: float32 [S, V], only from a step that was asked for them.
@@ -128,3 +130,5 @@ class ModelRunnerOutput:
     prompt_logprobs_dict: dict[str, Any] = field(default_factory=dict)
     pooler_output: Any = None
     logits: np.ndarray | None = None
+    flat_token_ids: np.ndarray | None = None
+    token_offsets: np.ndarray | None = None

@@ -18,7 +18,7 @@ from jaxrunner.batch import (
     MultiGroupBlockTable,
     StepInputs,
     prepare_inputs,
-    record_sampled,
+    record_tokens,
     update_states,
 )
 from jaxrunner.block_edits import block_edits
@@ -311,6 +311,7 @@ class ModelRunner:
         hidden, head_inputs, self.kv_caches, self.state = forward(
             self.params, self.kv_caches, self.state, inputs.buffer
         )
+        self._buffers.read_by(hidden)  # should the head fail: the buffer is being read all the same
         sampled, self.state, *logits, logprobs = head(self.params, self.state, hidden, head_inputs)
         self._buffers.read_by(sampled)
         return sampled, logits[0] if logits else None, logprobs if self.batch.flags & LOGPROBS else None
@@ -344,7 +345,8 @@ class ModelRunner:
         start = clock()
         sampled = np.asarray(pending._sampled)[: inputs.num_reqs]
         arrived = clock()
-        tokens = record_sampled(self.batch, sampled[:, None])
+        recorded_tokens = record_tokens(self.batch, sampled[:, None])
+        tokens = recorded_tokens.lists()
         self._pending = None
         times = self.times
         times.steps += 1
@@ -363,9 +365,11 @@ class ModelRunner:
         if pending._logits is not None:
             logits = np.asarray(pending._logits)[: inputs.num_logits]
         return ModelRunnerOutput(
-            req_ids=inputs.req_ids,
-            req_id_to_index={req_id: row for row, req_id in enumerate(inputs.req_ids)},
+            req_ids=inputs.req_ids.copy(),
+            req_id_to_index=inputs.names.req_id_to_index.copy(),
             sampled_token_ids=tokens,
+            flat_token_ids=recorded_tokens.token_ids,
+            token_offsets=recorded_tokens.offsets,
             logprobs=logprobs,
             logits=logits,
         )

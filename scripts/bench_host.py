@@ -44,7 +44,9 @@ def measure(config: TraceConfig, repeats: int, clock: str, on_step: Any) -> dict
     plain, checked = list[Replay](), list[Replay]()
     for _ in range(repeats):
         for check, runs in ((False, plain), (True, checked)):
-            runs.append(time_phases(config, yardstick, check=check, clock=CLOCKS[clock], on_step=on_step))
+            runs.append(
+                time_phases(config, yardstick, check=check, lists=not check, clock=CLOCKS[clock], on_step=on_step)
+            )
     upload = time_upload(config, UPLOADS, on_step)
 
     def median(values: Iterable[float]) -> float:
@@ -58,12 +60,14 @@ def measure(config: TraceConfig, repeats: int, clock: str, on_step: Any) -> dict
         "phase_us": {name: median(r.median(name) for r in plain) for name in PHASES},
         "before_forward_us": median(r.median(before) for r in plain),
         "record_us": median(r.median(record) for r in plain),
+        "record_flat_us": median(r.median(record) for r in checked),
         "upload_us": median(upload),
         "validation_us": median(r.median(before) for r in checked) - median(r.median(before) for r in plain),
         "p99_us": {name: median(np.percentile(r.phases[name], 99) for r in plain) for name in plain[0].phases},
         "floor_us": median(np.median(r.floor) for r in plain),
         "ratio_to_floor": median(r.in_floors(before) for r in plain),
         "record_to_floor": median(r.in_floors(record) for r in plain),
+        "record_flat_to_floor": median(r.in_floors(record) for r in checked),
         "validation_to_floor": median(r.in_floors(before) for r in checked)
         - median(r.in_floors(before) for r in plain),
     }
@@ -82,7 +86,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> Table:
         caption="× floor: a multiple of the yardstick, block by block, so that a change of the machine's speed cancels",
     )
     heads = ("scenario", "reqs", "update", "prepare", "before\nforward", "×\nfloor", "record", "×\nfloor",
-             "vali-\ndation", "×\nfloor", "upload", "floor")  # fmt: skip
+             "no\nlists", "×\nfloor", "vali-\ndation", "×\nfloor", "upload", "floor")  # fmt: skip
     for head in heads:
         table.add_column(head, justify="left" if head == "scenario" else "right", no_wrap=True)
     for row in rows:
@@ -96,6 +100,8 @@ def as_table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['ratio_to_floor']:.2f}",
             both["record_sampled"],
             f"{row['record_to_floor']:.2f}",
+            f"{row['record_flat_us']:.0f}",
+            f"{row['record_flat_to_floor']:.2f}",
             f"{row['validation_us']:.0f}",
             f"{row['validation_to_floor']:.2f}",
             f"{row['upload_us']:.0f}",

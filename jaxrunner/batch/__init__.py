@@ -12,7 +12,7 @@ from jaxrunner.batch.columns import Column, ColumnTable
 from jaxrunner.batch.errors import SchedulerOutputError
 from jaxrunner.batch.input_batch import InputBatch
 from jaxrunner.batch.prepare_inputs import commit_block_table, prepare_inputs
-from jaxrunner.batch.record_sampled import NOT_SAMPLED, record_sampled
+from jaxrunner.batch.record_sampled import NOT_SAMPLED, SampledTokens, record_sampled, record_tokens
 from jaxrunner.batch.reorder import reorder_decodes_first, split_order
 from jaxrunner.batch.request_state import CachedRequestState
 from jaxrunner.batch.spec_decode import SpecDecodeMetadata, spec_decode_metadata
@@ -31,6 +31,7 @@ __all__ = [
     "ColumnTable",
     "InputBatch",
     "MultiGroupBlockTable",
+    "SampledTokens",
     "SchedulerOutputError",
     "SpecDecodeMetadata",
     "StepInputs",
@@ -38,6 +39,7 @@ __all__ = [
     "map_to_kernel_blocks",
     "prepare_inputs",
     "record_sampled",
+    "record_tokens",
     "reorder_decodes_first",
     "select_common_block_size",
     "spec_decode_metadata",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from jaxrunner.batch import StepInputs
@@ -121,6 +123,10 @@ class Reference:
         same(inputs, "rows of the output", output.req_id_to_index, rows)
         given = {req_id: output.sampled_token_ids[row] for req_id, row in rows.items()}
         same(inputs, "sampled tokens", given, step.sampled)
+        assert output.flat_token_ids is not None and output.token_offsets is not None
+        flat, ends = output.flat_token_ids.tolist(), output.token_offsets.tolist()
+        runs = [flat[begin:end] for begin, end in pairwise(ends)]
+        same(inputs, "sampled tokens, flat", runs, output.sampled_token_ids)
         for req_id, tokens in step.sampled.items():
             self.tokens[req_id] += tokens
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrunner.batch import BufferRing, InputBatch, StepInputs, prepare_inputs, record_sampled, update_states
+from jaxrunner.batch import BufferRing, InputBatch, StepInputs, prepare_inputs, record_tokens, update_states
 from jaxrunner.protocol import ModelRunnerOutput
 from jaxrunner.shapes import StepShapes
 from scripts.host_bench.floor import Yardstick
@@ -78,11 +78,16 @@ class HostPath:
             out[row, : len(tokens)] = tokens
         return out
 
-    def record(self, inputs: StepInputs, sampled: np.ndarray) -> ModelRunnerOutput:
-        """Bookkeeping, and the whole of a step's output."""
-        tokens = record_sampled(self.batch, sampled)
-        ids = inputs.req_ids
-        return ModelRunnerOutput(ids, {req_id: row for row, req_id in enumerate(ids)}, tokens)
+    def record(self, inputs: StepInputs, sampled: np.ndarray, lists: bool = True) -> ModelRunnerOutput:
+        """Bookkeeping, and the whole of a step's output; ``lists``: the tokens as lists too."""
+        tokens = record_tokens(self.batch, sampled)
+        return ModelRunnerOutput(
+            req_ids=inputs.req_ids.copy(),
+            req_id_to_index=inputs.names.req_id_to_index.copy(),
+            sampled_token_ids=tokens.lists() if lists else [],
+            flat_token_ids=tokens.token_ids,
+            token_offsets=tokens.offsets,
+        )
 
 
 def compare_with_reference(config: TraceConfig, on_step: Callable[[], object] = lambda: None) -> int:
@@ -114,9 +119,15 @@ def time_phases(
     *,
     check: bool,
     clock: Callable[[], int] = perf_counter_ns,
+    lists: bool = True,
     on_step: Callable[[], object] = lambda: None,
 ) -> Replay:
-    """Time of ``update_states``, ``prepare_inputs``, and ``record_sampled`` with the output around it."""
+    """Time of ``update_states``, ``prepare_inputs``, and ``record_sampled`` with the output around it.
+
+    Args:
+        check: validate each plan, inside ``update_states``.
+        lists: the output has its tokens as lists, and not only flat.
+    """
     path = HostPath(config)
     times: list[tuple[int, int, int]] = []
     floor: list[float] = []
@@ -130,7 +141,7 @@ def time_phases(
         prepared = clock()
         sampled = path.sampled(step)
         begin = clock()
-        path.record(inputs, sampled)
+        path.record(inputs, sampled, lists)
         recorded = clock()
         if step.measured:
             times.append((updated - start, prepared - updated, recorded - begin))

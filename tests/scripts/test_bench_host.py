@@ -63,7 +63,8 @@ def test_halves_take_turns() -> None:
     assert not any(step.scheduler_output.preempted_req_ids for step in steps)
 
 
-def test_rows(tmp_path, capsys) -> None:
+def test_rows(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     file = tmp_path / "out.json"
     bench_host.main(
         ["--scenario", "steady,mixed", "--reqs", "2", "--steps", "12", "--warmup", "1", "--json", str(file)]
