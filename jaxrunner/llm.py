@@ -9,8 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-
 from jaxrunner.compilation_cache import use_compilation_cache
 from jaxrunner.engine import Engine, EngineStats
 from jaxrunner.input_processor import (
@@ -81,18 +79,21 @@ class LLM:
         self.config = LLMConfig(**{name: tuples(value) for name, value in options.items()})
         # Before the first array: JAX decides at its first compilation whether there is a cache.
         use_compilation_cache(self.config.compilation_cache)
-        self.model = model if isinstance(model, LoadedModel) else load_model(model, tokenizer, dtype)
+        if isinstance(model, LoadedModel):
+            self.model = model
+        else:
+            self.model = load_model(model, tokenizer, dtype, self.config.check_model)
         model_config = self.model.decoder.config
-        runner_config = self.config.runner_config(model_config.max_position_embeddings, jax.default_backend())
+        runner_config = self.config.check_model(model_config, self.model.decoder.dtype)
         eos_token_ids = self.model.eos_token_ids
         with compile_status(quiet) as tell:
             self.runner = ModelRunner(self.model.decoder, runner_config, eos_token_ids=eos_token_ids, on_compiled=tell)
         if not quiet and runner_config.num_blocks is None:
             print(f"KV cache: {self.runner.cache_plan.why}", file=sys.stderr)
-        kv_cache_config = _kv_cache_config(self.runner)
+        cache_config = kv_cache_config(self.runner)
         self.engine = Engine(
             self.runner,
-            kv_cache_config,
+            cache_config,
             self.model.tokenizer,
             eos_token_ids=eos_token_ids,
             enable_prefix_caching=self.config.enable_prefix_caching,
@@ -314,7 +315,8 @@ def _most_tokens(prompt: Prompt, max_model_len: int) -> int:
     return prompt.params.n * (room if limit is None else min(limit, room))
 
 
-def _kv_cache_config(runner: ModelRunner) -> KVCacheConfig:
+def kv_cache_config(runner: ModelRunner) -> KVCacheConfig:
+    """The blocks that a runner has, as an ``Engine`` over it wants to know them."""
     layers = runner.model_config.attention_layers()
     spec = FullAttentionSpec(
         block_size=runner.config.block_size,

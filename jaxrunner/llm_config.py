@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+from jax.typing import DTypeLike
+
 from jaxrunner import field_checks as checks
 from jaxrunner.bucket_file import read_listed_buckets
 from jaxrunner.config import SHARED_RULES, RunnerConfig, Warmup
 from jaxrunner.scheduler import POLICIES, Policy, check_partial_prefills
-from jaxrunner.shapes import Buckets
+from jaxrunner.shapes import Buckets, StepShapes
+from models import ModelConfig
+from pallas_kernels import choose_attention
+from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
 LONGEST_DEFAULT = 8192  # tokens of a request, where neither the user nor the model asks for less
 
@@ -106,6 +112,26 @@ class LLMConfig:
                 f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs}): every running sequence"
                 " decodes a token a step"
             )
+
+        if budget is not None and isinstance(self.token_buckets, tuple):
+            StepShapes(budget, 1, token_buckets=self.token_buckets).check()
+        if seqs is not None and isinstance(self.logits_buckets, tuple):
+            StepShapes(seqs, seqs, logits_buckets=self.logits_buckets).check()
+        names = ["auto", *(implementation.name for implementation in IMPLEMENTATIONS)]
+        if self.attention not in names:
+            raise ValueError(f"attention must be one of {names}, got {self.attention!r}")
+
+    def check_model(self, model: ModelConfig, dtype: DTypeLike) -> RunnerConfig:
+        """The runner's configuration for a model; refuses what can be seen before its weights are read.
+
+        Raises:
+            ValueError: a size that the model has no room for, two options that contradict each other, a token bucket
+                to warm up that there is not, or an attention implementation that doesn't take the model.
+        """
+        platform = jax.default_backend()
+        config = self.runner_config(model.max_position_embeddings, platform)
+        choose_attention(model.attention_layers(), config.block_size, dtype, platform, requested=config.attention)
+        return config
 
     def runner_config(self, model_len: int, platform: str) -> RunnerConfig:
         """Fills in what was left open.

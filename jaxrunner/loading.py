@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxrunner.refusals import refuse_sampling_params
 from jaxrunner.sampling_params import SamplingParams
-from models import Decoder
+from models import Decoder, ModelConfig
 from models.checkpoint import open_checkpoint
 from models.hf_tokenizer import folder_tokenizer
 from models.resolve import resolve_model
@@ -53,20 +53,28 @@ class LoadedModel:
     seconds: float = 0.0
 
 
-def load_model(name: str | Path, tokenizer: str | Path | Tokenizer | None = None, dtype: str = "auto") -> LoadedModel:
+def load_model(
+    name: str | Path,
+    tokenizer: str | Path | Tokenizer | None = None,
+    dtype: str = "auto",
+    check: Callable[[ModelConfig, jnp.dtype], object] | None = None,
+) -> LoadedModel:
     """Finds, checks and loads a model.
 
     Args:
         name: a folder, a .gguf file, the name of a fetched model, or a hub id.
         tokenizer: another tokenizer than the model's own: one that was built, or a folder or file that has one.
         dtype: of the parameters: "float32", "bfloat16", or "auto": float32 on CPU, bfloat16 elsewhere.
+        check: called with the configuration and the parameters' type before any weight is read, to refuse the model.
 
     Raises:
-        ValueError: not found, broken, not supported, or an unknown dtype.
+        ValueError: not found, broken, not supported, or an unknown dtype; and what ``check`` raises.
     """
     start = time.perf_counter()
     chosen = choose_dtype(dtype)
     checkpoint = open_checkpoint(resolve_model(name))
+    if check is not None:
+        check(checkpoint.config, chosen)
     own = _load_tokenizer(tokenizer) if tokenizer is not None else checkpoint.tokenizer
     decoder = load_params(checkpoint, chosen)
     jax.block_until_ready(decoder)

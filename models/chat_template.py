@@ -2,13 +2,16 @@
 
 They run in Jinja's immutable sandbox with the names that Hugging Face's templates expect. Reaching for a Python
 internal is an error at once, where Jinja's own sandbox would let a bare `{{ x.__class__ }}` print nothing. What they
-print, and any text or number that they compute on the way, has a size limit; how long they loop has none.
+print, and any text or number that they compute on the way, has a size limit; a rendering ends after so many steps
+(turns of loops, calls, filters, comparisons) or so many seconds.
 """
 
 import json
+import threading
+import time
 from collections.abc import Mapping, Sequence, Sized
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, NoReturn
 
 import jinja2
@@ -21,8 +24,15 @@ import jinja2.utils
 
 from models.errors import TemplateError
 
-_LONGEST = 2**24  # characters (or list items), beyond any context window
+_LONGEST = 2**24  # characters of a text, beyond any context window
+_MOST_ITEMS = 2**20  # items of a list, and characters of a text that is taken for a list
 _WIDEST = 2**12  # bits of an integer
+_MOST_STEPS = 2**18  # of a rendering; a real template takes some dozens a message
+_MOST_SECONDS = 10.0  # likewise: a step may go through millions of characters
+_ITEM_BY_ITEM = (
+    *("batch", "groupby", "list", "map", "max", "min", "reject", "rejectattr"),
+    *("select", "selectattr", "slice", "sort", "sum", "unique"),
+)
 _PADDING_METHODS = ("center", "expandtabs", "ljust", "rjust", "zfill")
 
 
@@ -71,7 +81,9 @@ class ChatTemplate:
 
     def _limited(self, variables: dict[str, Any]) -> str:
         pieces, length = [], 0
-        for piece in self._compiled.generate(variables):
+        template = self._compiled
+        template.environment.work.begin()  # type: ignore[attr-defined]
+        for piece in template.generate(variables):
             length += len(piece)
             _check_size(length)
             pieces.append(piece)
@@ -87,14 +99,43 @@ class ChatTemplate:
             raise TemplateError(f"{self.where} doesn't parse: it's nested too deeply") from None
 
 
-def _check_size(length: int) -> None:
-    if length > _LONGEST:
+def _check_size(length: int, most: int = _LONGEST) -> None:
+    if length > most:
         raise jinja2.exceptions.SecurityError(
-            f"it makes a text or list of {length:,} items, more than the {_LONGEST:,} that templates may"
+            f"it makes a text or list of {length:,} items, more than the {most:,} that templates may"
         )
 
 
+def _checked_items(function: Any) -> Any:
+    """A filter that goes through what it is given item by item, with a limit to their number."""
+
+    @wraps(function)  # which also keeps Jinja's note whether it wants the context
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            if isinstance(value, (str, list, tuple, dict)):
+                _check_size(len(value), _MOST_ITEMS)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _with_step(visit: Any) -> Any:
+    """An expression, worth a step: `environment.step` is evaluated before it."""
+
+    def visit_and_count(self: Any, node: Any, frame: jinja2.compiler.Frame) -> None:
+        self.write("(environment.step, ")
+        visit(self, node, frame)
+        self.write(")[1]")
+
+    return visit_and_count
+
+
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    visit_Filter = _with_step(jinja2.compiler.CodeGenerator.visit_Filter)
+    visit_Test = _with_step(jinja2.compiler.CodeGenerator.visit_Test)
+    visit_Compare = _with_step(jinja2.compiler.CodeGenerator.visit_Compare)
+    visit_Getitem = _with_step(jinja2.compiler.CodeGenerator.visit_Getitem)
+
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
         """`a ~ b`, through the environment: Jinja intercepts the other operators only."""
         self.write("environment.concatenate((")
@@ -104,9 +145,44 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         self.write("))")
 
 
+class _Work(threading.local):
+    """How far a rendering is; every thread renders for itself."""
+
+    steps = 0
+    deadline = 0.0
+
+    def begin(self) -> None:
+        self.steps, self.deadline = 0, time.monotonic() + _MOST_SECONDS
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps > _MOST_STEPS:
+            raise jinja2.exceptions.SecurityError(f"it takes more than {_MOST_STEPS:,} steps")
+        if time.monotonic() > self.deadline:
+            raise jinja2.exceptions.SecurityError(f"it takes more than {_MOST_SECONDS:g} seconds")
+
+
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset(["*", "**", "+"])
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.work = _Work()
+        self.filters |= {name: _checked_items(self.filters[name]) for name in _ITEM_BY_ITEM}
+
+    @property
+    def step(self) -> None:
+        """Counts one more step. A property, because compiled templates read it with less ado than they call."""
+        self.work.step()
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        """Every turn of a loop and every call of a macro begins with a step."""
+        template = super()._parse(source, name, filename)
+        for node in template.find_all((jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
+            step = jinja2.nodes.ExprStmt(jinja2.nodes.EnvironmentAttribute("step"))
+            node.body.insert(0, step.set_lineno(node.lineno))  # type: ignore[attr-defined]
+        return template
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """The result, unless it would be huge: that is known before it is computed."""
@@ -117,12 +193,13 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "*":
             for sized, count in ((left, right), (right, left)):
                 if isinstance(sized, Sized) and isinstance(count, int):
-                    _check_size(len(sized) * count)
+                    _check_size(len(sized) * count, _LONGEST if isinstance(sized, str) else _MOST_ITEMS)
         elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
-            _check_size(len(left) + len(right))
+            _check_size(len(left) + len(right), _LONGEST if isinstance(left, str) else _MOST_ITEMS)
         return super().call_binop(context, operator, left, right)
 
     def concatenate(self, parts: Sequence[Any]) -> str:
+        self.work.step()
         texts = [str(part) for part in parts]
         _check_size(sum(map(len, texts)))
         return "".join(texts)
@@ -130,6 +207,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(getattr(__obj, "__self__", None), str) and __obj.__name__ in _PADDING_METHODS:
             _check_size(max((arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)), default=0))
+        __self.work.step()
         return super().call(__context, __obj, *args, **kwargs)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:

@@ -41,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the state machine of the host path for a hundred times as many steps (about half an hour)",
     )
+    parser.addoption(
+        "--random-requests",
+        type=int,
+        default=60,
+        metavar="N",
+        help="how many requests tests/jaxrunner/test_random_requests.py runs",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

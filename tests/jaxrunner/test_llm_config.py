@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from jaxrunner import LLM
+from jaxrunner import LLM, loading
 from jaxrunner.llm_config import LLMConfig, spread_buckets
+from tests.jaxrunner.chain import successor_logits, write_chain
 
 BUCKETS = "a tuple of integers, a ladder's name, a .json file or None"
 
@@ -90,6 +91,37 @@ def test_more_sequences_than_tokens_are_refused_before_a_model_is_looked_for():
 def test_what_the_model_has_no_room_for_is_named(model_len, options, words):
     with pytest.raises(ValueError, match=words):
         LLMConfig(**options).runner_config(model_len, "cpu")
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"attention": "flash"}, r"^attention must be one of \['auto', .*'reference'.*\], got 'flash'"),
+        ({"token_buckets": [64], "max_num_batched_tokens": 32}, r"^token buckets must be from 1 to 32, got \[64\]"),
+        ({"logits_buckets": [9], "max_num_seqs": 8}, r"^logits buckets must be from 1 to 8, got \[9\]"),
+        ({"max_long_partial_prefills": 1}, "^max_long_partial_prefills .1. counts prompts longer than"),
+        ({"scheduling_policy": "lifo"}, r"^scheduling_policy must be one of \['fcfs', 'priority'\], got 'lifo'"),
+        ({"max_num_partial_prefills": -1}, "^max_num_partial_prefills must be an integer of at least 0, got -1"),
+    ],
+)
+def test_what_no_model_could_serve_is_refused_before_one_is_looked_for(options, words):
+    with pytest.raises(ValueError, match=words):
+        LLM("there/is/no/such/model", **options)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"max_model_len": 4096}, "^max_model_len 4096 is beyond the 256 positions"),
+        ({"token_buckets": [10**6]}, "^token buckets must be from 1 to"),
+        ({"warmup": [77]}, r"^warmup \(77,\) must be among the token buckets"),
+    ],
+)
+def test_what_the_model_has_no_room_for_is_refused_before_its_weights_are_read(tmp_path, monkeypatch, options, words):
+    folder = write_chain(tmp_path, successor_logits(8, {}))
+    monkeypatch.setattr(loading, "load_params", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(ValueError, match=words):
+        LLM(folder, **options)
 
 
 def test_lists_of_sizes_are_taken():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from models import chat_template
 from models.chat_template import ChatTemplate
 from models.errors import TemplateError
 
@@ -69,6 +70,39 @@ def test_the_templates_own_message_is_quoted():
 def test_a_template_that_fails_is_a_template_error(source, words):
     with pytest.raises(TemplateError, match=words):
         render(source)
+
+
+BIG = "{% set x = 'a' * 16000000 %}"
+ENDLESS = "{% for i in range(99999) %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (f"{ENDLESS}{ENDLESS}{{% endfor %}}{{% endfor %}}", "more than 262,144 steps"),
+        (f"{ENDLESS}{ENDLESS}{{% if i %}}{{% endif %}}{{% endfor %}}{{% endfor %}}", "more than"),
+        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "recursion|more than"),
+        ("{% for x in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}", "recursion|more than"),
+        # Without a loop: each of these is a step of its own.
+        (BIG + "{% set y = x | upper %}" * 40, "more than 0.2 seconds"),
+        (BIG + "{% set y = x.replace('a', 'b') %}" * 40, "more than 0.2 seconds"),
+        (BIG + "{% if 'b' in x %}{% endif %}" * 400, "more than 0.2 seconds"),
+        (BIG + "{% set y = x[::-1] %}" * 100, "more than 0.2 seconds"),
+        (BIG + "{% set y = x | sort %}", "list of 16,000,000 items, more than the 1,048,576"),
+        (BIG + "{% set y = x | map('upper') | list %}", "list of 16,000,000 items"),
+        ("{% set x = [1] * 2000000 %}", "list of 2,000,000 items"),
+        ("{% set n = namespace(x=[1]) %}" + "{% set n.x = n.x + n.x %}" * 21, "list of 2,097,152 items"),
+    ],
+)
+def test_a_template_that_would_run_for_ever_is_stopped(monkeypatch, source, words):
+    monkeypatch.setattr(chat_template, "_MOST_SECONDS", 0.2 if "seconds" in words else 60.0)
+    with pytest.raises(TemplateError, match=words):
+        render(source)
+
+
+def test_the_limits_are_a_renderings_own():
+    template = ChatTemplate("{% for i in range(99999) %}{% endfor %}{{ messages[0].content }}")
+    assert [template.render(HELLO) for _ in range(5)] == ["hello"] * 5  # half a million turns in all
 
 
 ESCAPES = [
