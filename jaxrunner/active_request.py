@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxrunner.logprobs import LogprobsLists, SequenceLogprobs
+from jaxrunner.logprobs import LogprobsLists, PositionLogprobs, SequenceLogprobs
 from jaxrunner.outputs import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SequenceDelta
 from jaxrunner.request import Request
 from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
@@ -26,27 +26,38 @@ class ActiveSequence:
 
     def take(self, update: RequestUpdate, logprobs: LogprobsLists | None = None) -> SequenceDelta:
         """Takes in what a step brought; the delta says whether that ended the sequence."""
-        text, reason = self.text, update.finish_reason
+        text, output = self.text, self.output
+        tokens, reason = update.new_token_ids, update.finish_reason
         stop_reason: int | str | None = update.stop_reason
-        taken = text.append(update.new_token_ids, ends_with_stop_token=reason == "stop")
-        tokens = update.new_token_ids[:taken]
+        taken = text.append(tokens, ends_with_stop_token=reason == "stop")
+        if taken < len(tokens):
+            tokens = tokens[:taken]
         if text.stop_reason is not None:
             reason, stop_reason = "stop", text.stop_reason
-        self.output.token_ids.extend(tokens)
-        self.output.text = text.text
-        new = self.logprobs.append(logprobs and logprobs.rows(0, taken))
-        self.output.cumulative_logprob = self.logprobs.cumulative
-        return replace(self._delta(tokens, reason, stop_reason), logprobs=new)
+        output.token_ids.extend(tokens)
+        output.text = text.text
+        new = None
+        if logprobs is not None:
+            new = self.logprobs.append(logprobs.rows(0, taken))
+            output.cumulative_logprob = self.logprobs.cumulative
+        return self._delta(tokens, reason, stop_reason, new)
 
     def end(self, reason: str) -> SequenceDelta:
         """Ended from outside: what was held back of its text may be shown."""
         return self._delta([], reason, None)
 
-    def _delta(self, tokens: list[int], reason: str | None, stop_reason: int | str | None) -> SequenceDelta:
+    def _delta(
+        self,
+        tokens: list[int],
+        reason: str | None,
+        stop_reason: int | str | None,
+        logprobs: list[PositionLogprobs] | None = None,
+    ) -> SequenceDelta:
+        output = self.output
         if reason is not None:
-            self.output.finish_reason, self.output.stop_reason = reason, stop_reason
+            output.finish_reason, output.stop_reason = reason, stop_reason
         shown = self.text.take_delta(finished=reason is not None)
-        return SequenceDelta(self.parent.request_id, self.output.index, shown, tokens, reason, stop_reason)
+        return SequenceDelta(self.parent.request_id, output.index, shown, tokens, reason, stop_reason, logprobs)
 
     def so_far(self) -> CompletionOutput:
         """All tokens, and as much of the text as nothing later takes back."""

@@ -215,15 +215,18 @@ class Engine:
     def _take(self, updates: list[RequestUpdate], runner_output: ModelRunnerOutput) -> StepResult:
         result = StepResult([], [], [])
         streaming: dict[ActiveRequest, list[SequenceDelta]] = {}
-        now = time.monotonic()
+        now, logprobs = time.monotonic(), runner_output.logprobs
         for update in updates:
             sequence = self._sequences[update.req_id]
             active = sequence.parent
             metrics = active.output.metrics
             if metrics is not None and metrics.first_token_time is None:
                 metrics.first_token_time = now
-            row = runner_output.req_id_to_index[update.req_id]
-            delta = sequence.take(update, runner_output.logprobs and runner_output.logprobs.rows(row, row + 1))
+            rows = None
+            if logprobs is not None and sequence.logprobs.top is not None:
+                row = runner_output.req_id_to_index[update.req_id]
+                rows = logprobs.rows(row, row + 1)
+            delta = sequence.take(update, rows)
             result.deltas.append(delta)
             if delta.finish_reason is not None:
                 self._close(sequence, delta.finish_reason)

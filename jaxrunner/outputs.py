@@ -86,7 +86,7 @@ class RequestOutput:
         return cls(request_id, prompt, prompt_token_ids, [nothing], True, error=error)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one a row and step, and that would take twice the time to make
 class SequenceDelta:
     """What one step added to one sequence, for streaming.
 

@@ -41,10 +41,12 @@ class SequenceText:
         Returns:
             How many tokens were taken: fewer than given when ``stop_reason`` is set before the last.
         """
+        if self._decoder is None:
+            return len(token_ids)
         silent_last = ends_with_stop_token and not self._params.include_stop_str_in_output
         for i, token_id in enumerate(token_ids):
             self._num_tokens += 1
-            if self._decoder is None or (silent_last and i == len(token_ids) - 1):
+            if silent_last and i == len(token_ids) - 1:
                 continue
             self._decoder.append(token_id)
             self.text = self._decoder.text
@@ -59,7 +61,9 @@ class SequenceText:
 
     def take_delta(self, finished: bool) -> str:
         """New text that may be shown: nothing of an unfinished character or of what may become a stop string."""
-        if finished or self._decoder is None:
+        if self._decoder is None:
+            return ""
+        if finished:
             end = len(self.text)
         else:
             end = len(self._decoder.stable)

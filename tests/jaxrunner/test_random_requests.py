@@ -73,6 +73,16 @@ def draw_params(draw: random.Random) -> dict:
         params["stop_token_ids"] = draw.sample(range(V), 40)
     elif draw.random() < 0.3:
         params["min_tokens"] = draw.randint(1, params["max_tokens"] or 10)
+    if draw.random() < 0.25:
+        params |= {"repetition_penalty": draw.choice([0.7, 1.3]), "presence_penalty": draw.choice([0.0, 1.0])}
+        params["frequency_penalty"] = draw.choice([-0.5, 0.8])
+    if draw.random() < 0.2:
+        params["logit_bias"] = {draw.randrange(V): draw.uniform(-5, 5) for _ in range(3)}
+    if draw.random() < 0.15:
+        params["allowed_token_ids"] = draw.sample(range(V), 30)
+    if draw.random() < 0.15:
+        params["bad_words"] = [f"{draw.randrange(64) * 5}" for _ in range(2)]
+    params["logprobs"] = draw.choice([None, None, None, 0, 3])
     params["truncate_prompt_tokens"] = draw.choice([None, None, None, -1, 5])
     params["skip_reading_prefix_cache"] = draw.choice([None, None, None, True])
     return params
