@@ -69,8 +69,11 @@ class GroupSpec:
 class AttentionImplementation(Protocol):
     """One way of computing paged attention. `build` and `attend` are pure and run inside the compiled step."""
 
-    name: str
-    support: AttentionSupport
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def support(self) -> AttentionSupport: ...
 
     def refuses(self, layer: AttentionLayer, block_size: int, dtype: DTypeLike, platform: str) -> str | None:
         """Why this implementation does not take the layer on a cache of this block size and dtype; None if it does."""

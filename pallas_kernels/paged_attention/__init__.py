@@ -13,12 +13,14 @@ from pallas_kernels.implementation import (
 )
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
 from pallas_kernels.paged_attention.reference import ReferenceAttention
+from pallas_kernels.paged_attention.triton import TritonAttention
 
 # Best first: "auto" takes the first that does not refuse. The kernel made for a GPU comes before one that runs on many,
 # and the reference last.
 IMPLEMENTATIONS: tuple[AttentionImplementation, ...] = (
+    TritonAttention(),
     ReferenceAttention(),
-)  # fmt: skip
+)
 
 
 def paged_attention(
@@ -48,7 +50,7 @@ def paged_attention(
     Args:
         cache: k and v, [N, B, Hkv, D] each, of any floating-point dtype; B = metadata.block_size.
         sinks: a learned logit per query head that joins the softmax's denominator.
-        implementation: "auto", or a name: "reference".
+        implementation: "auto", or a name: "triton", "reference". The reference alone is differentiable.
 
     Raises:
         ValueError: shapes or dtypes that disagree; an implementation that is unknown or refuses the case.

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import AttentionImplementation, AttentionLayer, GroupSpec
 from pallas_kernels.paged_attention.reference import ReferenceAttention
+from pallas_kernels.paged_attention.triton import TritonAttention
 from tests.pallas_kernels.ragged import Batch, Shape
 
 
@@ -34,8 +35,10 @@ class Tested:
 
 
 TESTED = (
+    # As few programs as make it split the keys of some requests, and not of others.
+    Tested(TritonAttention(interpret=True, most_programs=16)),
     Tested(ReferenceAttention(), platform="cpu", examples=10),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -113,4 +116,6 @@ def _step(implementation, layer, q, cache, metadata, sinks):
     return implementation.attend(q, cache, built, layer, sinks)
 
 
-_attend = jax.jit(_step, static_argnums=(0, 1))
+# Compiling is most of the time, and code of the lowest quality takes half as much of it.
+QUICK = {"xla_backend_optimization_level": 0}
+_attend = jax.jit(_step, static_argnums=(0, 1), compiler_options=QUICK)

@@ -62,7 +62,7 @@ def test_when_all_refuse_every_reason_is_given():
 
 def test_the_reference_takes_every_layer_everywhere():
     for platform in ("cpu", "gpu", "tpu"):
-        chosen, refusals = choose_attention([FULL, LOCAL], 16, jnp.float16, platform)
+        chosen, refusals = choose_attention([FULL, LOCAL], 16, jnp.float16, platform, "reference")
         assert (chosen.name, chosen.support, refusals) == ("reference", AttentionSupport.ALWAYS, [])
     with pytest.raises(ValueError, match="reference: layer 'model.layers.0': .*not int8"):
         choose_attention([FULL], 16, jnp.int8, "cpu")

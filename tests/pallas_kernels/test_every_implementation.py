@@ -2,6 +2,7 @@
 
 import faulthandler
 from contextlib import contextmanager
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import GroupSpec, StepAttention
-from tests.pallas_kernels.implementations import CASES, TESTED, attend, pairs, refusal
+from tests.pallas_kernels.implementations import CASES, QUICK, TESTED, attend, pairs, refusal
 from tests.pallas_kernels.ragged import make_batch, requests_of
 
 each_of_them = pytest.mark.parametrize("tested", TESTED, ids=[each.name for each in TESTED])
@@ -86,7 +87,7 @@ def test_update_block_table(tested):
     one, other = (make_batch(case.shape, [(1, 40), (5, 9)], seed=seed) for seed in (1, 2))
     implementation, layer = tested.implementation, case.layer
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICK)
     def step(q, cache, metadata, table, slots):
         built = implementation.build(metadata, GroupSpec(case.shape.block_size, (layer,)))
         built = implementation.update_block_table(built, table, slots)
@@ -115,7 +116,7 @@ def test_step_attention_writes_then_attends(tested):
         new[: batch.num_tokens] = flat[slots]
         flat[slots] = np.nan
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICK)
     def step(q, k, v, cache, metadata):
         built = implementation.build(metadata, GroupSpec(shape.block_size, (layer,)))
         return StepAttention(implementation, built, metadata.slot_mapping)(q, k, v, cache, layer)
