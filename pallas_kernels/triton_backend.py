@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 from jaxtyping import Float32
+
+from pallas_kernels.gpus import current_device
 
 load, store, dot = plt.load, plt.store, plt.dot
 program_id, when = pl.program_id, pl.when
@@ -26,23 +28,17 @@ program_id, when = pl.program_id, pl.when
 # What the kernels are written for: two bytes an element. One byte would pass the 32-bit offsets that the backend uses
 # for arrays of up to 2**32 bytes; four would need other tiles.
 DTYPES = ("bfloat16", "float16")
-
-
-def compute_capability() -> int | None:
-    """Of the GPU that is compiled for, as 90 for 9.0; None where there is none, as in the interpreter."""
-    try:
-        return plt.get_gpu_info().compute_capability
-    except (ValueError, RuntimeError):
-        return None
+OLDEST = (8, 0)  # the first with bfloat16 products and asynchronous copies
+CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))  # that the kernels are compiled for when they are checked
 
 
 def refuses(dtype: DTypeLike, platform: str, interpret: bool) -> str | None:
     """Why no Triton kernel serves arrays of this dtype on this platform; None if one may."""
     if platform != "gpu" and not interpret:
         return f"it needs an NVIDIA GPU, this is {platform}"
-    capability = compute_capability()
-    if capability is not None and capability < 80:
-        return f"it needs a GPU of compute capability 8.0 or higher, this one has {capability / 10}"
+    capability = current_device().capability
+    if capability is not None and capability < OLDEST:
+        return f"it needs a GPU of compute capability {_dotted(OLDEST)} or higher, this one has {_dotted(capability)}"
     if jnp.dtype(dtype).name not in DTYPES:
         return f"it takes {' and '.join(DTYPES)}, not {jnp.dtype(dtype)}"
     return None
@@ -99,5 +95,5 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def constant(value: ArrayLike, shape: tuple[int, ...]) -> Array:
-    return jnp.full(shape, value, jnp.float32)
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

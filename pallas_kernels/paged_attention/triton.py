@@ -1,6 +1,7 @@
 """Paged attention as Pallas Triton kernels: every NVIDIA GPU from compute capability 8.0 on."""
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import jax
@@ -9,6 +10,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
 from pallas_kernels import triton_backend as triton
+from pallas_kernels.configurations import KernelConfiguration
+from pallas_kernels.gpus import current_device
 from pallas_kernels.implementation import AttentionLayer, AttentionSupport, GroupSpec
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
 from pallas_kernels.paged_attention.triton_kernel import Program, attend
@@ -63,7 +66,7 @@ class TritonAttention:
         kinds = tuple(dict.fromkeys(_kind(layer) for layer in group.layers))
         work = []
         for heads, kv_heads, window, head_dim in kinds:
-            plan = plan_for(heads, head_dim, triton.compute_capability())
+            plan = plan_for(heads, head_dim, current_device().capability)
             work.append(divide(common, heads, kv_heads, window, plan.small, plan.large, self.most_programs))
         return TritonMetadata(common.block_table, tuple(work), kinds, common.causal)
 
@@ -89,11 +92,16 @@ class TritonAttention:
             raise ValueError(f"build was not told of a layer like {layer}; it was told of {metadata.kinds}")
         work = metadata.work[metadata.kinds.index(_kind(layer))]
         heads, _, _, head_dim = _kind(layer)
-        plan = plan_for(heads, head_dim, triton.compute_capability())
+        plan = plan_for(heads, head_dim, current_device().capability)
         # Where there are large tiles, one kernel has both kinds, and what it is compiled for suits the large ones.
         num_warps, num_stages = plan.with_large if work.num_large else plan.small_alone
         program = Program(layer, plan.small, plan.large, num_warps, num_stages, metadata.causal, self.interpret)
         return attend(program, q, cache, metadata.block_table, work, sinks)
+
+    def configurations(self) -> Iterable[KernelConfiguration]:
+        from pallas_kernels.paged_attention.triton_configurations import configurations  # it builds on this module
+
+        return configurations()
 
 
 def _kind(layer: AttentionLayer) -> Kind:
@@ -113,7 +121,7 @@ class Plan:
     small_alone: tuple[int, int] = (4, 3)
 
 
-def plan_for(group_size: int, head_dim: int, capability: int | None) -> Plan:
+def plan_for(group_size: int, head_dim: int, capability: tuple[int, int] | None) -> Plan:
     """What is compiled for a kind of layer on a GPU.
 
     A product has at least 16 rows, and every tile at least one token's heads. Fewer than three stages would leave the
@@ -122,6 +130,6 @@ def plan_for(group_size: int, head_dim: int, capability: int | None) -> Plan:
     64 keys take 198 registers.
     """
     rows = triton.next_power_of_two(group_size)
-    wide, hopper = head_dim > 128, capability is not None and capability >= 90
+    wide, hopper = head_dim > 128, capability is not None and capability >= (9, 0)
     large = Tiling(max(64 if wide else 128, rows), 64 if hopper and not wide else 32)
     return Plan(Tiling(max(16, rows), 64), large)
