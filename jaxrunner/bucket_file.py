@@ -1,4 +1,4 @@
-"""Buckets in a file: the ladder that a sweep chose, as a configuration takes it."""
+"""Buckets from outside: the ladder in a file that a sweep wrote, or on a command line."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ def read_buckets(path: str | Path, field: str) -> tuple[int, ...]:
     if not isinstance(sizes, list) or not all(isinstance(size, int) and size >= 1 for size in sizes) or not sizes:
         raise ValueError(f"{field} {str(path)!r} must hold a list of sizes, or an object with one under {field!r}")
     return tuple(sizes)
+
+
+def parse_buckets(text: str) -> tuple[int, ...] | str:
+    """Buckets as a command's flag gives them: "1,8,64" is a tuple of sizes, all else a name or a file's."""
+    parts = text.split(",")
+    return tuple(map(int, parts)) if all(part.strip().isdecimal() for part in parts) else text
 
 
 def write_buckets(path: str | Path, **buckets: tuple[int, ...]) -> None:

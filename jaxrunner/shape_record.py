@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Literal, NamedTuple, cast
 
 from jaxrunner.batch import StepInputs
 
@@ -52,7 +53,7 @@ class ShapeRecorder:
 
 
 def read_shapes(paths: Iterable[str | Path]) -> list[StepRecord]:
-    """The steps of one or several files, one after another.
+    """The steps of one or several files, one after another; a name that ends in .gz is of a compressed one.
 
     Raises:
         ValueError: a line that is no step record; names file and line.
@@ -60,7 +61,7 @@ def read_shapes(paths: Iterable[str | Path]) -> list[StepRecord]:
     """
     steps = []
     for path in paths:
-        with open(path, encoding="utf-8") as lines:
+        with _open(path) as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
@@ -70,6 +71,18 @@ def read_shapes(paths: Iterable[str | Path]) -> list[StepRecord]:
                     fields = ", ".join(StepRecord._fields)
                     raise ValueError(f"{path}:{number}: expected a JSON object with {fields}: {error}") from None
     return steps
+
+
+def write_shapes(path: str | Path, steps: Iterable[StepRecord]) -> None:
+    """A file that ``read_shapes`` reads; compressed where its name ends in .gz."""
+    with _open(path, "w") as file:
+        file.writelines(step.line() + "\n" for step in steps)
+
+
+def _open(path: str | Path, mode: Literal["r", "w"] = "r") -> IO[str]:
+    if str(path).endswith(".gz"):
+        return cast(IO[str], gzip.open(path, f"{mode}t", encoding="utf-8"))
+    return open(path, mode, encoding="utf-8")
 
 
 def _record(facts: dict[str, object]) -> StepRecord:

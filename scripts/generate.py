@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from jaxrunner.bucket_file import parse_buckets  # noqa: E402
 from jaxrunner.outputs import RequestOutput  # noqa: E402
 from jaxrunner.request_file import FileRequest, answer_lines, read_requests  # noqa: E402
 from jaxrunner.sampling_params import SamplingParams  # noqa: E402
@@ -73,6 +74,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     engine.add_argument("--no-prefix-caching", action="store_true", help="compute common beginnings of prompts anew")
     engine.add_argument("--attention", default="auto", help="name of an attention implementation (default: auto)")
     engine.add_argument("--check-invariants", action="store_true", help="check every step before it runs (slower)")
+    engine.add_argument(
+        "--token-buckets",
+        metavar="LADDER",
+        help="padded sizes: 1,8,64 or powers_of_two, vllm, bounded:P (at most P %% padding), or a .json file of sizes",
+    )
+    engine.add_argument("--execution-mode", default="FULL", help="FULL (default), PIECEWISE, NONE, ...: docs/shapes.md")
+    engine.add_argument(
+        "--record", metavar="FILE", help="write every step's shape, a JSON line each; for scripts/sweep_buckets.py"
+    )
     engine.add_argument("--trace", metavar="FILE", help="record every step here; look at it with scripts/trace.py")
     return parser.parse_args(arguments)
 
@@ -173,6 +183,9 @@ def main(arguments: list[str] | None = None) -> int:
             block_size=options.block_size,
             num_gpu_blocks_override=options.num_blocks,
             enable_prefix_caching=not options.no_prefix_caching,
+            token_buckets=parse_buckets(options.token_buckets) if options.token_buckets else None,
+            execution_mode=options.execution_mode,
+            record_shapes=options.record,
             trace=options.trace,
             attention=options.attention,
             check_invariants=options.check_invariants,

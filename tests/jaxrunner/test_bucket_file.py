@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrunner.bucket_file import read_buckets, write_buckets
+from jaxrunner.bucket_file import parse_buckets, read_buckets, write_buckets
 from jaxrunner.config import RunnerConfig
 from jaxrunner.llm_config import LLMConfig
 
@@ -47,3 +47,8 @@ def test_ladders_by_name() -> None:
             config(token_buckets="pow")
         with pytest.raises(ValueError, match="execution_mode must be one of .*'PIECEWISE', 'FULL', .*got 'full'"):
             config(execution_mode="full")
+
+
+def test_buckets_on_a_command_line() -> None:
+    assert parse_buckets("1, 8,64") == (1, 8, 64) and parse_buckets("16") == (16,)
+    assert parse_buckets("bounded:10") == "bounded:10" and parse_buckets("a.json") == "a.json"

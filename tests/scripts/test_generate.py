@@ -138,3 +138,17 @@ def test_help_teaches_by_examples(capsys):
         generate.main(["--help"])
     out = capsys.readouterr().out
     assert out.count("generate.py --") >= 5
+
+
+def test_step_shapes_are_recorded_at_the_buckets_asked_for(model, tmp_path):
+    record = tmp_path / "shapes.jsonl"
+    arguments = ["--prompt", "w3 w4 w5", "--max-tokens", "3", "--json", str(tmp_path / "a.jsonl")]
+    assert run(model, *arguments, "--record", str(record), "--token-buckets", "2,16") == 0
+    steps = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [step["tokens"] for step in steps] == [3, 1, 1]
+    assert steps[0] == {"tokens": 3, "requests": 1, "logits_rows": 1, "max_query": 3, "max_len": 3, "mode": "FULL"}
+
+
+def test_a_ladder_that_is_none_is_refused(model, capsys):
+    assert run(model, "--prompt", "w3", "--token-buckets", "many") == 2
+    assert "token_buckets: buckets are a list of sizes" in capsys.readouterr().err

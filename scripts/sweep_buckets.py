@@ -1,0 +1,245 @@
+#!/usr/bin/env python
+"""Chooses token buckets for real traffic: the best ladder for each number of executables, beside the usual ones.
+
+Every step is padded to a bucket, and every bucket is an executable to compile and keep. From a trace of step shapes
+this finds, for each number of executables, the ladder at which the trace costs least: exactly, by dynamic programming.
+
+  sweep_buckets.py                                       the example traces that come with the project
+  generate.py --input requests.jsonl --record shapes.jsonl; sweep_buckets.py --trace shapes.jsonl
+  sweep_buckets.py --arrivals AzureLLMInferenceTrace_conv.csv --speed 3     arrivals of a public trace, simulated
+  sweep_buckets.py --max-executables 8,16 --csv ladders.csv --plot pareto.png --ladder ladder.json
+  generate.py --token-buckets ladder.json ...            and then uses what was chosen
+  sweep_buckets.py --cost measured --model smollm2-135m-instruct            time on this machine instead of tokens
+  sweep_buckets.py --cost model --config llama-3.1-8b --target h200         a roofline of a GPU instead
+
+Costs: "tokens" counts padded tokens. "measured" times the forward of a model at a few sizes here. "model" adds up, over
+the forward's products of matrices, the longer of reading their bytes and doing their operations at the target's peaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from pallas_kernels.gpus import GPUS
+from scripts.gpu.published import PUBLISHED
+
+if TYPE_CHECKING:
+    from jaxrunner.shape_record import StepRecord
+    from jaxrunner.sweep import Ladder
+
+EXAMPLES = sorted((Path(__file__).parent / "data").glob("*_steps.jsonl.gz"))
+UNITS = {"tokens": ("tokens a step", 1.0), "measured": ("ms a step", 1e3), "model": ("ms a step", 1e3)}
+stderr = Console(stderr=True)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    head, _, rest = __doc__.partition("\n")
+    parser = argparse.ArgumentParser(
+        description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--trace", nargs="+", metavar="FILE", help="recorded step shapes, .jsonl or .jsonl.gz")
+    source.add_argument(
+        "--arrivals", nargs="+", metavar="FILE", help="public traces of arrivals: Azure, BurstGPT, Mooncake"
+    )
+    parser.add_argument(
+        "--max-executables", type=_counts, default=(4, 8, 16, 32), metavar="N,...", help="default: 4,8,16,32"
+    )
+    parser.add_argument("--cost", choices=UNITS, default="tokens", help="what is made least (default: tokens)")
+    parser.add_argument("--model", help="for --cost measured: a path, or a name of scripts/fetch_model.py")
+    parser.add_argument("--config", choices=PUBLISHED, default="llama-3.1-8b", help="for --cost model")
+    parser.add_argument("--target", choices=GPUS, default="h200", help="for --cost model")
+    limits = parser.add_argument_group("limits of the runner")
+    limits.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="default: %(default)s")
+    limits.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help="the last bucket (default: 8192, or the largest step)"
+    )
+    simulation = parser.add_argument_group("simulation of --arrivals")
+    simulation.add_argument("--speed", type=float, default=1.0, metavar="X", help="the trace runs X times as fast")
+    simulation.add_argument("--max-model-len", type=int, default=16384, metavar="N", help="default: %(default)s")
+    simulation.add_argument("--max-steps", type=int, metavar="N", help="stop after so many steps")
+    simulation.add_argument("--save-trace", metavar="FILE", help="keep the simulated steps (.jsonl or .jsonl.gz)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", metavar="FILE", help="{'ladders': [...]}; - writes to stdout, and only that")
+    output.add_argument("--csv", metavar="FILE", help="the table")
+    output.add_argument("--plot", metavar="FILE", help="waste and cost over the number of executables (.png, .svg)")
+    output.add_argument("--ladder", metavar="FILE", help="the optimal ladder, as a runner takes it")
+    output.add_argument("--pick", type=int, metavar="N", help="executables of --ladder (default: most of the above)")
+    options = parser.parse_args(arguments)
+    if options.cost == "measured" and not options.model:
+        parser.error("--cost measured needs --model")
+    if options.pick is not None and options.pick not in options.max_executables:
+        parser.error(f"--pick {options.pick} is not among --max-executables {options.max_executables}")
+    return options
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(sorted({int(part) for part in text.split(",")}))
+    if counts[0] < 1:
+        raise argparse.ArgumentTypeError(f"at least one executable, got {counts[0]}")
+    return counts
+
+
+def steps_of(options: argparse.Namespace) -> list[StepRecord]:
+    """The steps of all traces together."""
+    from jaxrunner.shape_record import read_shapes, write_shapes
+
+    if not options.arrivals:
+        return read_shapes(options.trace or EXAMPLES)
+    from jaxrunner.arrival_trace import read_arrival_trace
+    from jaxrunner.scheduler import SchedulerConfig
+    from jaxrunner.sweep import synthesize
+
+    config = SchedulerConfig(options.max_num_seqs, options.max_num_batched_tokens or 8192, options.max_model_len)
+    steps = []
+    for path in track(options.arrivals, "simulating", console=stderr, disable=not stderr.is_terminal):
+        arrivals = read_arrival_trace(path)
+        steps += synthesize(arrivals, config, speed=options.speed, max_steps=options.max_steps)
+    if options.save_trace:
+        write_shapes(options.save_trace, steps)
+    return steps
+
+
+def cost_of(options: argparse.Namespace, budget: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(the cost, what a ladder's executables need)."""
+    from jaxrunner.sweep import costs
+
+    if options.cost == "tokens":
+        return costs.tokens, lambda sizes: (None, None)
+    sizes = costs.sample_sizes(budget)
+    if options.cost == "model":
+        return roofline(options, sizes), lambda sizes: (None, None)
+    from jaxrunner import LLM
+
+    with stderr.status(f"compiling and timing {len(sizes)} sizes"):
+        llm = LLM(
+            options.model,
+            max_num_seqs=min(options.max_num_seqs, budget),
+            max_num_batched_tokens=budget,
+            token_buckets=sizes,
+            compilation_cache=False,  # compile seconds are to be those of a first start
+            warmup="lazy",
+            quiet=True,
+        )
+        sampled = costs.measure(llm.runner)
+    return sampled, sampled.needs
+
+
+def roofline(options: argparse.Namespace, sizes: Sequence[int]) -> Callable[..., Any]:
+    from jaxrunner.sweep import costs
+    from models import ModelConfig
+    from pallas_kernels import choose_attention
+    from scripts.gpu.step_programs import StepSize, step_programs
+
+    config = ModelConfig.from_hf(PUBLISHED[options.config])
+    attention, _ = choose_attention(config.attention_layers(), 16, "bfloat16", "cpu")
+
+    def forward_at(size: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        forward, _ = step_programs(config, attention, StepSize(size, min(size, options.max_num_seqs)))
+        return forward.function, forward.args
+
+    with stderr.status(f"tracing {options.config} at {len(sizes)} sizes"):
+        return costs.roofline(forward_at, sizes, GPUS[options.target])
+
+
+def show(ladders: list[Ladder], title: str, unit: str, scale: float) -> None:
+    table = Table(title=title)
+    columns: dict[str, Callable[[Ladder], str | None]] = {
+        "ladder": lambda each: each.kind,
+        "executables": lambda each: str(each.executables),
+        "padding": lambda each: f"{each.padding_waste:.2%}",
+        unit: lambda each: f"{each.step_time * scale:.2f}",
+        "compile s": lambda each: None if each.compile_s is None else f"{each.compile_s:.1f}",
+        "memory MiB": lambda each: None if each.memory_bytes is None else f"{each.memory_bytes / 2**20:.1f}",
+    }
+    known = {name: cells for name, cells in columns.items() if any(cells(each) is not None for each in ladders)}
+    for name in known:
+        table.add_column(name, justify="left" if name == "ladder" else "right", no_wrap=True)
+    for each in ladders:
+        table.add_row(*(cells(each) for cells in known.values()))
+    console = Console()
+    console.print(table)
+    for each in ladders:
+        if each.kind == "optimal":
+            console.print(f"optimal {each.executables}: {', '.join(map(str, each.sizes))}")
+
+
+def plot(ladders: list[Ladder], path: str, unit: str, scale: float) -> None:
+    """Two panels over the number of executables: padding, and cost; the optimal ladders are the Pareto front."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'jaxrunner[plot]'") from None
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for panel, label in zip(panels, ("padding, % of tokens run", unit), strict=True):
+        for kind, mark in {"optimal": "o-", "bounded": "s--", "powers_of_two": "^", "vllm": "D"}.items():
+            points = [each for each in ladders if each.kind == kind]
+            values = [
+                each.padding_waste * 100 if label.startswith("padding") else each.step_time * scale for each in points
+            ]
+            panel.plot([each.executables for each in points], values, mark, label=kind)
+        panel.set(xlabel="executables", ylabel=label)
+    panels[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def write(ladders: list[Ladder], options: argparse.Namespace) -> None:
+    from jaxrunner.bucket_file import write_buckets
+
+    rows = [each.as_dict() for each in ladders]
+    if options.json == "-":
+        print(json.dumps({"ladders": rows}))
+    elif options.json:
+        Path(options.json).write_text(json.dumps({"ladders": rows}, indent=1) + "\n")
+    if options.csv:
+        with open(options.csv, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(row | {"sizes": " ".join(map(str, row["sizes"]))} for row in rows)
+    if options.ladder:
+        wanted = options.pick or max(options.max_executables)
+        best = [each for each in ladders if each.kind == "optimal" and each.executables <= wanted][-1]
+        write_buckets(options.ladder, token_buckets=best.sizes)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        from jaxrunner.sweep import StepCounts, compare
+
+        steps = steps_of(options)
+        tokens = [step.tokens for step in steps]
+        budget = options.max_num_batched_tokens or (8192 if options.arrivals else max(tokens))
+        counts = StepCounts.of(tokens, budget)
+        cost, needs = cost_of(options, budget)
+        ladders = compare(counts, cost, options.max_executables, options.max_num_seqs, needs)
+        unit, scale = UNITS[options.cost]
+        write(ladders, options)
+        if options.plot:
+            plot(ladders, options.plot, unit, scale)
+    except (ValueError, OSError) as error:
+        print(f"sweep_buckets: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if options.json != "-":
+        title = f"{len(steps)} steps, {len(counts.sizes)} sizes, {sum(tokens) / len(tokens):.0f} tokens a step"
+        show(ladders, title, unit, scale)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
