@@ -57,6 +57,8 @@ def read_and_validate(batch: InputBatch, so: SchedulerOutput, *, keep: bool = Tr
             f"request {plan.ids[i]!r}: {plan.computed[i]} computed + {end[i] - plan.computed[i]} scheduled tokens, and"
             f" it has {(known + drafts)[i]} (drafts included); max_model_len is {batch.max_model_len}"
         )
+    if plan.drafts is not None:
+        _check_all_drafts_run(plan, end, known, np.broadcast_to(drafts, known.shape))
     check_blocks(batch, plan, end)
     check_owners(batch, plan, end, keep)
     return plan
@@ -193,6 +195,19 @@ def _check_drafts(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> int
     lengths = np.zeros(len(plan.ids), np.int32)
     lengths[drafts.positions] = drafts.lengths
     return lengths
+
+
+def _check_all_drafts_run(
+    plan: StepPlan, end: Int32[np.ndarray, "n"], known: Int32[np.ndarray, "n"], drafts: Int32[np.ndarray, "n"]
+) -> None:
+    """Drafts are the last tokens of a row: who has any runs up to the last of them."""
+    short = (drafts > 0) & (end < known + drafts)
+    if np.count_nonzero(short):
+        i = int(short.argmax())
+        refuse(
+            f"request {plan.ids[i]!r}: {plan.computed[i]} computed + {end[i] - plan.computed[i]} scheduled tokens end"
+            f" before its {known[i]} tokens and {drafts[i]} drafts do: schedule all drafts that are sent"
+        )
 
 
 def _outside(batch: InputBatch, token_ids: Int32[np.ndarray, "n"]) -> bool:

@@ -194,6 +194,17 @@ BAD = {
     "drafts of nobody": (drafts({"C": [1]}), "'C' has draft tokens and is not scheduled"),
     "too many drafts": (drafts({"A": [1, 2, 3]}, 4), "3 draft tokens, num_speculative_tokens is 2"),
     "only drafts": (drafts({"A": [1, 2]}), "2 draft tokens among 2 scheduled"),
+    "drafts beyond what is scheduled": (
+        changed(
+            lambda so: (
+                setattr(so, "scheduled_spec_decode_tokens", {"B": [1, 2]}),
+                so.num_scheduled_tokens.update(A=1, B=3),
+                setattr(so, "total_num_scheduled_tokens", 4),
+                so.scheduled_cached_reqs.num_computed_tokens.__setitem__(1, 3),
+            )
+        ),
+        "'B': 3 computed \\+ 3 scheduled tokens end before its 5 tokens and 2 drafts do",
+    ),
     "writes another's block": (
         with_new(block_ids=([1],)),
         "'N', with 0 tokens computed, writes positions 0 to 3 to block 1 in cache group 0, which 'A' holds too",
