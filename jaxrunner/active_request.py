@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxrunner.logprobs import LogprobsLists, PositionLogprobs, SequenceLogprobs
+from jaxrunner.logprobs import LogprobsLists, PositionLogprobs, SequenceLogprobs, position_logprobs
 from jaxrunner.outputs import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SequenceDelta
 from jaxrunner.request import Request
 from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
@@ -41,6 +41,12 @@ class ActiveSequence:
             new = self.logprobs.append(logprobs.rows(0, taken))
             output.cumulative_logprob = self.logprobs.cumulative
         return self._delta(tokens, reason, stop_reason, new)
+
+    def take_prompt_logprobs(self, lists: LogprobsLists) -> None:
+        """The log probabilities of the prompt's tokens, all at once; of the first there are none."""
+        top = self.request.sampling_params.prompt_logprobs
+        if top is not None:
+            self.parent.output.prompt_logprobs = [None, *position_logprobs(lists, top, self.logprobs.text)]
 
     def end(self, reason: str) -> SequenceDelta:
         """Ended from outside: what was held back of its text may be shown."""
@@ -83,6 +89,8 @@ class ActiveRequest:
         self.request_id = request_id
         self.kind = kind
         self.output = RequestOutput(request_id, prompt.text, prompt.token_ids, [], False, metrics=RequestMetrics())
+        if prompt.params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None]
         self.sequences: list[ActiveSequence] = []
         self.running: set[ActiveSequence] = set()
 

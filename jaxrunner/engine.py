@@ -216,6 +216,9 @@ class Engine:
         result = StepResult([], [], [])
         streaming: dict[ActiveRequest, list[SequenceDelta]] = {}
         now, logprobs = time.monotonic(), runner_output.logprobs
+        for req_id, lists in runner_output.prompt_logprobs_dict.items():
+            if req_id in self._sequences:
+                self._sequences[req_id].take_prompt_logprobs(lists)
         for update in updates:
             sequence = self._sequences[update.req_id]
             active = sequence.parent

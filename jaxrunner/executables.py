@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ from jaxrunner.step import (
     edit_blocks,
     enter_requests,
     enter_tables,
+    pool_rows,
     unpack,
     update_block_table,
 )
 
 ENTER_CAPACITY = 64  # requests whose records one upload carries
+PROMPT_CHUNK = 256  # rows of prompt log probabilities that go through the head at a time
 TABLE_CAPACITY = 4096  # block-table cells one upload ahead of a step carries
 
 
@@ -74,6 +76,7 @@ class StepExecutables:
 
     Attributes:
         compiled: every executable so far, by name.
+        prompt_chunk: rows that go through the head at a time for the log probabilities of prompts.
         warm: set once warm-up is over; ``late`` counts what steps compiled after that.
         saved: executables of an earlier run, used in place of compiling.
     """
@@ -96,11 +99,14 @@ class StepExecutables:
         self._lock = threading.Lock()
         self.compiled: dict[str, Compiled] = {}
         self.saved: SavedExecutables | None = None
+        self.prompt_chunk = min(PROMPT_CHUNK, shapes.tokens[-1])
         self.warm = False
         self.late = 0
 
     def forward(self, shape: StepShape) -> Callable[..., Any]:
-        """(params, kv_caches, state, buffer) -> (hidden, head_inputs, kv_caches, state); caches and state donated."""
+        """(params, kv_caches, state, buffer) -> (hidden, head_inputs, kv_caches, state, all hidden); caches and state
+        donated.
+        """
         key = (shape.mode, shape.num_tokens, shape.num_reqs)
         found = self._forwards.get(key)
         if found is None:
@@ -112,7 +118,7 @@ class StepExecutables:
         layout = self._shapes.layout(shape)
 
         def forward(params: Any, kv_caches: Any, state: DeviceState, buffer: jax.Array) -> Any:
-            return self._functions.forward(params, kv_caches, state, unpack(buffer, layout))
+            return self._functions.forward(params, kv_caches, state, unpack(buffer, layout), return_all_hidden=True)
 
         t, r = layout.num_tokens, layout.num_reqs
         arguments = {
@@ -142,14 +148,48 @@ class StepExecutables:
                 return_logprobs=True,
             )
 
+        hidden, head_inputs = self._head_arguments
+        arguments = {"params": self._params, "state": self._state, "hidden": hidden, "head_inputs": head_inputs}
+        return self._get(name, head, arguments, (1,))
+
+    @cached_property
+    def _head_arguments(self) -> tuple[Any, Any]:
+        """Shapes of the hidden states and of the HeadInputs that every forward hands to the head."""
         layout = self._shapes.layouts[self._shapes.tokens[0]]
         buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        hidden, head_inputs, _, _ = jax.eval_shape(
+        hidden, head_inputs, *_ = jax.eval_shape(
             lambda p, c, s, b: self._functions.forward(p, c, s, unpack(b, layout)),
             self._params, self._kv_caches, self._state, buffer,
         )  # fmt: skip
-        arguments = {"params": self._params, "state": self._state, "hidden": hidden, "head_inputs": head_inputs}
-        return self._get(name, head, arguments, (1,))
+        return hidden, head_inputs
+
+    def hidden_rows(self, num_tokens: int) -> Callable[..., Any]:
+        """(all hidden [num_tokens, E], rows [prompt_chunk]) -> hidden [prompt_chunk, E]."""
+        hidden = self._head_arguments[0]
+        arguments = {
+            "all_hidden": jax.ShapeDtypeStruct((num_tokens, hidden.shape[1]), hidden.dtype),
+            "rows": jax.ShapeDtypeStruct((self.prompt_chunk,), jnp.int32),
+        }
+        return self._get(f"hidden_rows[{num_tokens}]", _rows, arguments, ())
+
+    def pool(self, num_tokens: int) -> Callable[..., Any]:
+        """(all hidden [num_tokens, E], starts [R+1]) -> float32 [R, 2, E]: sum and last hidden state of each row."""
+        hidden = self._head_arguments[0]
+        arguments = {
+            "all_hidden": jax.ShapeDtypeStruct((num_tokens, hidden.shape[1]), hidden.dtype),
+            "starts": jax.ShapeDtypeStruct((self._functions.max_num_reqs + 1,), jnp.int32),
+        }
+        return self._get(f"pool[{num_tokens}]", pool_rows, arguments, ())
+
+    def prompt_logprobs(self) -> Callable[..., Any]:
+        """(params, hidden [prompt_chunk, E], targets [prompt_chunk]) -> packed log probabilities."""
+        hidden = self._head_arguments[0]
+        arguments = {
+            "params": self._params,
+            "hidden": jax.ShapeDtypeStruct((self.prompt_chunk, hidden.shape[1]), hidden.dtype),
+            "targets": jax.ShapeDtypeStruct((self.prompt_chunk,), jnp.int32),
+        }
+        return self._get("prompt_logprobs", self._functions.prompt_logprobs, arguments, ())
 
     def enter(self) -> Callable[..., Any]:
         """(state, indices [ENTER_CAPACITY], records) -> state; donated."""
@@ -220,7 +260,8 @@ class StepExecutables:
             for g in range(len(self._state.block_tables))
             for make in (self.update_table, self.edit_blocks)
         ]
-        return [*wanted, self.enter, self.enter_tables]
+        wanted += [partial(make, t) for t in token_buckets for make in (self.hidden_rows, self.pool)]
+        return [*wanted, self.prompt_logprobs, self.enter, self.enter_tables]
 
     def compile_all(self, token_buckets: tuple[int, ...], workers: int = 1) -> Iterator[Compiled]:
         """Compiles what steps of these token buckets can need, largest first, and yields each as it is ready.
@@ -318,3 +359,7 @@ class StepExecutables:
         if self.warm and not self._counter.is_apart():
             self.late += 1
         return Compiled(name, call, time.perf_counter() - start, temp, code, cached, executable, compile_anew)
+
+
+def _rows(hidden: jax.Array, rows: jax.Array) -> jax.Array:
+    return hidden[rows]

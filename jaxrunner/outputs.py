@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxrunner.logprobs import PositionLogprobs
 from jaxrunner.sampling_params import SamplingParams
@@ -63,7 +62,8 @@ class RequestOutput:
         request_id: given by the LLM, in the order in which requests came.
         prompt: the prompt's text; None for a prompt of token ids.
         prompt_token_ids: the prompt as the model saw it.
-        prompt_logprobs: None; not served yet.
+        prompt_logprobs: with ``SamplingParams.prompt_logprobs`` a dictionary for each token of the prompt, by token
+            id, and None for the first; else None. Only [None] while the prompt isn't complete.
         outputs: ``SamplingParams.n`` sequences, by their index.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache.
         error: why the request was refused; None for one that ran. Only with ``on_error="return"``.
@@ -74,7 +74,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: Any = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     error: str | None = None

@@ -40,7 +40,9 @@ class PiecewiseForwards:
         return StepPieces.of(self._functions)
 
     def forward(self, shape: StepShape) -> Callable[..., Any]:
-        """(params, kv_caches, state, buffer) -> (hidden, head_inputs, kv_caches, state); caches and state donated."""
+        """(params, kv_caches, state, buffer) -> (hidden, head_inputs, kv_caches, state, all hidden); caches and state
+        donated.
+        """
         pieces, get, state = self._pieces, self._get, self._state
         layout = self._shapes.layout(shape)
         t, r = layout.num_tokens, shape.num_reqs
@@ -119,7 +121,8 @@ def _chain(
             caches.append(cache)
             if index < last:
                 x, qkv = betweens[index](own[f"between {index}"], x, attended, tables)
-        return end(own["end"], x, attended, at), head_inputs, tuple(caches), state
+        hidden, all_hidden = end(own["end"], x, attended, at)
+        return hidden, head_inputs, tuple(caches), state, all_hidden
 
     return forward
 

@@ -17,6 +17,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from jaxrunner.logprobs import LogprobsLists
+    from jaxrunner.pooling import PoolingParams
     from jaxrunner.sampling_params import SamplingParams
 
 TokenIds = Sequence[int] | np.ndarray
@@ -33,7 +34,8 @@ class NewRequestData:
             outputs of a request that restarts. None means the prompt alone.
         block_ids: physical blocks per cache group, in logical order.
         num_computed_tokens: tokens whose keys and values are already in the cache (a prefix hit).
-        prompt_embeds, mm_features, lora_request, pooling_params: carried; the runner refuses them by name.
+        pooling_params: a ``jaxrunner.pooling.PoolingParams``: the prompt's embedding is wanted.
+        prompt_embeds, mm_features, lora_request: carried; the runner refuses them by name.
     """
 
     req_id: str
@@ -45,7 +47,7 @@ class NewRequestData:
     prompt_embeds: Any = None
     mm_features: Sequence[Any] = ()
     lora_request: Any = None
-    pooling_params: Any = None
+    pooling_params: PoolingParams | None = None
 
 
 @dataclass(slots=True)
@@ -120,6 +122,10 @@ class ModelRunnerOutput:
             flat_token_ids[token_offsets[r] : token_offsets[r + 1]]. None from runners that only give lists.
         logprobs: a row for each of ``req_ids``, if any request wants them; what stands in rows without a token means
             nothing.
+        prompt_logprobs_dict: of each prompt that is complete with this step and wants them: those of its tokens from
+            the second on.
+        pooler_output: if a prompt that is pooled was in the step, for each row its embedding, float32 [D], or None
+            while its prompt isn't complete.
         logits: float32 [S, V], only from a step that was asked for them.
     """
 
@@ -127,8 +133,8 @@ class ModelRunnerOutput:
     req_id_to_index: dict[str, int] = field(default_factory=dict)
     sampled_token_ids: list[list[int]] = field(default_factory=list)
     logprobs: LogprobsLists | None = None
-    prompt_logprobs_dict: dict[str, Any] = field(default_factory=dict)
-    pooler_output: Any = None
+    prompt_logprobs_dict: dict[str, LogprobsLists] = field(default_factory=dict)
+    pooler_output: list[np.ndarray | None] | None = None
     logits: np.ndarray | None = None
     flat_token_ids: np.ndarray | None = None
     token_offsets: np.ndarray | None = None

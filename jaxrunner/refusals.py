@@ -7,7 +7,6 @@ from jaxrunner.sampling_params import SamplingParams
 
 # field of SamplingParams: is it used? (n, stop strings, truncation and text options are the front door's to serve.)
 _SAMPLING = {
-    "prompt_logprobs": lambda p: p.prompt_logprobs is not None,
     "structured_outputs": lambda p: p.structured_outputs is not None,
     "logits_processors": lambda p: bool(p.logits_processors),
     "spaces_between_special_tokens": lambda p: not p.spaces_between_special_tokens,
@@ -40,7 +39,6 @@ def refuse_unserved(so: SchedulerOutput) -> None:
             "prompt_embeds": data.prompt_embeds is not None,
             "mm_features": len(data.mm_features) > 0,
             "lora_request": data.lora_request is not None,
-            "pooling_params": data.pooling_params is not None,
         }
         if names := [name for name, is_used in carried.items() if is_used]:
             raise ValueError(f"request {data.req_id!r} uses {names}, which are not served yet")

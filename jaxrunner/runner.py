@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +28,9 @@ from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, Compiled, Step
 from jaxrunner.invariants import check_invariants
 from jaxrunner.kv_cache.allocate import KVCachePlan, abstract_caches, allocate_caches, plan_caches
 from jaxrunner.logprobs import ALL, check_logprobs, unpack_logprobs
+from jaxrunner.pending import DeviceOutputs, Pending, SegmentTimes
+from jaxrunner.pooling import Pooling
+from jaxrunner.prompt_logprobs import PromptLogprobs
 from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.refusals import refuse_unserved
 from jaxrunner.request_tables import TableSizes
@@ -36,7 +38,7 @@ from jaxrunner.sampling_columns import LOGPROBS, RECORD_WORDS
 from jaxrunner.shape_record import ShapeRecorder
 from jaxrunner.shapes import StepShapes, Support, supported_policy
 from jaxrunner.step import CacheGroup, DeviceState, StepFunctions, init_state
-from jaxrunner.trace.encode import Geometry, StepRecord
+from jaxrunner.trace.encode import Geometry
 from jaxrunner.trace.recorder import Recorder, StepRecorder
 from models import Decoder, split
 from pallas_kernels import GroupSpec, KVCache, choose_attention
@@ -46,42 +48,6 @@ _PADDING_INDEX = np.iinfo(np.int32).max  # past every table: a scatter drops it
 
 OnCompiled = Callable[[Compiled, int], None]
 """Called with each executable as it is ready, and the number of programs that the warm-up makes in all."""
-
-
-@dataclass(slots=True)
-class SegmentTimes:
-    """Where the time of the steps so far went, in seconds; and how many there were, with how many tokens."""
-
-    steps: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0  # tokens of their buckets
-    update: float = 0.0  # merging differences, checks
-    prepare: float = 0.0  # packing the upload
-    dispatch: float = 0.0  # uploads and calls of the executables
-    wait: float = 0.0  # until the sampled tokens are on the host
-    record: float = 0.0  # bookkeeping
-
-    def as_dict(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-@dataclass(slots=True)
-class Pending:
-    """A step that has been handed to the device. ``result`` waits for it and must be called before the next step."""
-
-    _runner: ModelRunner
-    _inputs: StepInputs | None
-    _sampled: jax.Array | None
-    _logits: jax.Array | None = None
-    _logprobs: jax.Array | None = None
-    _record: StepRecord | None = None
-    _result: ModelRunnerOutput | None = field(default=None)
-
-    def result(self) -> ModelRunnerOutput:
-        """The step's tokens, on the host. A second call returns the same."""
-        if self._result is None:
-            self._result = self._runner._finish(self)
-        return self._result
 
 
 class ModelRunner:
@@ -154,6 +120,7 @@ class ModelRunner:
         self.executables = self._executables(self.kv_caches)
         self._buffers = self._new_buffers()
         self._pending: Pending | None = None
+        self._prompt_logprobs, self._pooling = PromptLogprobs(self.executables.prompt_chunk), Pooling()
         self.recorder: Recorder | None = self._new_recorder()
         self.times = SegmentTimes()
         self.warm_up(on_compiled)
@@ -206,6 +173,7 @@ class ModelRunner:
         if self.recorder is not None:
             self.recorder.reset()
         self.batch, self._buffers = self._new_batch(), self._new_buffers()
+        self._prompt_logprobs, self._pooling = PromptLogprobs(self.executables.prompt_chunk), Pooling()
         self.state = self._new_state()
         self.kv_caches = ()  # makes room for the new ones
         config = self.config
@@ -262,10 +230,14 @@ class ModelRunner:
         for data in scheduler_output.scheduled_new_reqs:
             if data.sampling_params is not None:
                 check_logprobs(data.sampling_params, self.config.max_logprobs, self.model_config.vocab_size)
+        self._prompt_logprobs.check(scheduler_output)
+        self._pooling.check(scheduler_output, self.model_config.hidden_size)
         edits = block_edits(scheduler_output, len(self.functions.groups), self.num_blocks)
         clock = time.perf_counter
         start = clock()
         update_states(self.batch, scheduler_output, check=self.config.validate)
+        self._prompt_logprobs.note(scheduler_output)
+        self._pooling.note(scheduler_output)
         updated = clock()
         for edit in edits:
             run = self.executables.edit_blocks(edit.group)
@@ -284,11 +256,11 @@ class ModelRunner:
         prepared = clock()
         record = None if recorder is None else recorder.begin(scheduler_output, inputs)
         dispatching, compilations = clock(), self.counter.compilations
-        sampled, logits, logprobs = self._dispatch(inputs, return_logits)
+        outputs = self._dispatch(inputs, return_logits)
         dispatched = clock()
         if self.executables.warm:
             self.compilations += self.counter.compilations - compilations
-        self._pending = Pending(self, inputs, sampled, logits, logprobs, record)
+        self._pending = Pending(self, inputs, outputs, record)
         times = self.times
         times.update += updated - start
         times.prepare += prepared - updated
@@ -301,20 +273,27 @@ class ModelRunner:
             }
         return self._pending
 
-    def _dispatch(
-        self, inputs: StepInputs, return_logits: bool
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    def _dispatch(self, inputs: StepInputs, return_logits: bool) -> DeviceOutputs:
         run, shape = self.executables, inputs.shape
         forward = run.forward(shape)
         head = run.head(shape.num_logits, return_logits=return_logits)
         self._upload_ahead(inputs)
-        hidden, head_inputs, self.kv_caches, self.state = forward(
+        hidden, head_inputs, self.kv_caches, self.state, all_hidden = forward(
             self.params, self.kv_caches, self.state, inputs.buffer
         )
         self._buffers.read_by(hidden)  # should the head fail: the buffer is being read all the same
         sampled, self.state, *logits, logprobs = head(self.params, self.state, hidden, head_inputs)
         self._buffers.read_by(sampled)
-        return sampled, logits[0] if logits else None, logprobs if self.batch.flags & LOGPROBS else None
+        outputs = DeviceOutputs(sampled, logits[0] if logits else None)
+        if self.batch.flags & LOGPROBS:
+            outputs.logprobs = logprobs
+        for chunk in self._prompt_logprobs.rows_of(self.batch, inputs):
+            rows = run.hidden_rows(shape.num_tokens)(all_hidden, chunk.rows)
+            outputs.prompt_logprobs.append((chunk, run.prompt_logprobs()(self.params, rows, chunk.targets)))
+        pooled = self._pooling.rows_of(self.batch, inputs)
+        if pooled is not None:
+            outputs.pooled = pooled, run.pool(shape.num_tokens)(all_hidden, pooled.starts)
+        return outputs
 
     def _upload_ahead(self, inputs: StepInputs) -> None:
         """What does not fit into the step's own upload: new requests' records, large block tables."""
@@ -340,10 +319,10 @@ class ModelRunner:
                 self.state = self.executables.update_table(updates.group)(self.state, cells, values)
 
     def _finish(self, pending: Pending) -> ModelRunnerOutput:
-        inputs, clock = pending._inputs, time.perf_counter
-        assert inputs is not None and pending._sampled is not None
+        inputs, outputs, clock = pending._inputs, pending._outputs, time.perf_counter
+        assert inputs is not None and outputs is not None
         start = clock()
-        sampled = np.asarray(pending._sampled)[: inputs.num_reqs]
+        sampled = np.asarray(outputs.sampled)[: inputs.num_reqs]
         arrived = clock()
         recorded_tokens = record_tokens(self.batch, sampled[:, None])
         tokens = recorded_tokens.lists()
@@ -358,18 +337,21 @@ class ModelRunner:
         if self.recorder is not None and (record := pending._record) is not None:
             segments = {"wait": arrived - start, "record": recorded - arrived}
             self.recorder.finish(record, tokens, record.segments | segments)
-        logprobs = None
-        if pending._logprobs is not None:
-            logprobs = unpack_logprobs(np.asarray(pending._logprobs)[: inputs.num_reqs], sampled)
-        logits: Any = None
-        if pending._logits is not None:
-            logits = np.asarray(pending._logits)[: inputs.num_logits]
-        return ModelRunnerOutput(
+        result = ModelRunnerOutput(
             req_ids=inputs.req_ids.copy(),
             req_id_to_index=inputs.names.req_id_to_index.copy(),
             sampled_token_ids=tokens,
             flat_token_ids=recorded_tokens.token_ids,
             token_offsets=recorded_tokens.offsets,
-            logprobs=logprobs,
-            logits=logits,
         )
+        if outputs.logprobs is not None:
+            result.logprobs = unpack_logprobs(np.asarray(outputs.logprobs)[: inputs.num_reqs], sampled)
+        if outputs.logits is not None:
+            result.logits = np.asarray(outputs.logits)[: inputs.num_logits]
+        if outputs.prompt_logprobs:
+            answers = [(chunk, np.asarray(words)) for chunk, words in outputs.prompt_logprobs]
+            result.prompt_logprobs_dict = self._prompt_logprobs.take(self.batch, answers)
+        if outputs.pooled is not None:
+            pooled, values = outputs.pooled
+            result.pooler_output = self._pooling.take(self.batch, pooled, np.asarray(values))
+        return result

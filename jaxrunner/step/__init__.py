@@ -12,6 +12,7 @@ from jaxrunner.step.functions import CacheGroup, HeadInputs, StepFunctions
 from jaxrunner.step.inputs import StepArrays, unpack
 from jaxrunner.step.logprobs import packed_logprobs
 from jaxrunner.step.noise import gumbel_noise, murmur3
+from jaxrunner.step.pooling import pool_rows
 from jaxrunner.step.sampling import SamplingState, sample
 from jaxrunner.step.state import DeviceState, enter_requests, init_state, update_block_table
 from jaxrunner.step.tables import RequestTables, enter_tables, set_allowed
@@ -31,6 +32,7 @@ __all__ = [
     "init_state",
     "murmur3",
     "packed_logprobs",
+    "pool_rows",
     "sample",
     "set_allowed",
     "unpack",

@@ -83,21 +83,24 @@ class StepFunctions:
         kv_caches: tuple[KVCache, ...],
         state: DeviceState,
         inputs: StepArrays,
-    ) -> tuple[Float[Array, "S_max E"], HeadInputs, tuple[KVCache, ...], DeviceState]:
+        *,
+        return_all_hidden: bool = False,
+    ) -> tuple[Any, ...]:
         """Runs the model over the step's tokens; their keys and values go into the caches.
 
         Donate ``kv_caches`` and ``state``: both are returned updated.
 
         Returns:
-            Hidden states after the final norm, only of the tokens in ``inputs.logits_indices``; what the head needs
-            to know of them; the caches; the state with the step's block-table updates.
+            Hidden states [S_max, E] after the final norm, only of the tokens in ``inputs.logits_indices``; what the
+            head needs to know of them, ``HeadInputs``; the caches; the state with the step's block-table updates; and
+            if asked for the hidden states [T, E] of all tokens.
         """
         state = self.with_table_updates(state, inputs)
         stream = token_stream(state, inputs)
         attention = [self.attention(g, state, inputs, stream) for g in range(len(self.groups))]
         hidden, kv_caches = merge(self.graphdef, params)(stream.token_ids, stream.positions, kv_caches, attention)
         at, head_inputs = self.head_inputs(inputs, stream)
-        return hidden[at], head_inputs, kv_caches, state
+        return (hidden[at], head_inputs, kv_caches, state, *([hidden] if return_all_hidden else []))
 
     def head_and_sample(
         self,
@@ -146,6 +149,13 @@ class StepFunctions:
                 )
             )
         return (sampled, state, *more)
+
+    def prompt_logprobs(
+        self, params: tuple[Array, ...], hidden: Float[Array, "C E"], targets: Int32[Array, "C"]
+    ) -> Int32[Array, "C words"]:
+        """``packed_logprobs`` of tokens that are known, by the hidden states of the tokens before them."""
+        logits = merge(self.graphdef, params).compute_logits(hidden)
+        return packed_logprobs(logits, targets, self.num_logprobs)
 
     def step(
         self,

@@ -95,11 +95,14 @@ class StepPieces:
 
     def end(
         self, leaves: Leaves, x: Float[Array, "T E"], attended: Float[Array, "T H D"], at: Int32[Array, "S_max"]
-    ) -> Float[Array, "S_max E"]:
-        """The rest of the last layer and the last norm, of the tokens ``at``. Parameters: layers.<last>, norm."""
+    ) -> tuple[Float[Array, "S_max E"], Float[Array, "T E"]]:
+        """The rest of the last layer and the last norm, of the tokens ``at`` and of all. Parameters: layers.<last>,
+        norm.
+        """
         last = len(self.layers) - 1
         model = self._model(self.parameters(f"layers.{last}", "norm"), leaves)
-        return model.norm(model.layers[last].after_attention(x, attended))[at]
+        hidden = model.norm(model.layers[last].after_attention(x, attended))
+        return hidden[at], hidden
 
     def _model(self, places: Sequence[int], leaves: Leaves) -> Any:
         """The model with these parameters only; no piece touches another."""

@@ -173,7 +173,7 @@ def test_after_warm_up_nothing_compiles(fixture, runner: ModelRunner) -> None:
         ({"prompt_embeds": np.zeros((1, 1))}, "'x' uses \\['prompt_embeds'\\]"),
         ({"lora_request": object()}, "'x' uses \\['lora_request'\\]"),
         ({"mm_features": [object()]}, "'x' uses \\['mm_features'\\]"),
-        ({"pooling_params": object()}, "'x' uses \\['pooling_params'\\]"),
+        ({"pooling_params": object()}, "'x': pooling_params must be PoolingParams"),
         ({"sampling_params": SamplingParams(flat_logprobs=True)}, "'x': .*\\['flat_logprobs'\\]"),
         ({"sampling_params": SamplingParams(bad_words=["a"])}, "'x': .*give bad_words_token_ids"),
     ],
