@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         update_states,
     )
     from jaxrunner.config import RunnerConfig
+    from jaxrunner.embedding import EmbeddingRequestOutput, ScoringRequestOutput
     from jaxrunner.engine import Engine, EngineStats, StepResult
     from jaxrunner.invariants import check_invariants
     from jaxrunner.llm import LLM
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jaxrunner.loading import LoadedModel, load_model
     from jaxrunner.logprobs import Logprob
     from jaxrunner.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceDelta
+    from jaxrunner.pooling import PoolingParams
     from jaxrunner.protocol import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
     from jaxrunner.runner import ModelRunner, Pending
     from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
@@ -45,6 +47,9 @@ _HOME = {
     "RequestMetrics": "outputs",
     "SequenceDelta": "outputs",
     "Logprob": "logprobs",
+    "PoolingParams": "pooling",
+    "EmbeddingRequestOutput": "embedding",
+    "ScoringRequestOutput": "embedding",
     "Engine": "engine",
     "StepResult": "engine",
     "EngineStats": "engine",
@@ -71,6 +76,7 @@ __all__ = [
     "CachedRequestData",
     "CachedRequestState",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "Engine",
     "EngineStats",
     "InputBatch",
@@ -81,12 +87,14 @@ __all__ = [
     "ModelRunnerOutput",
     "NewRequestData",
     "Pending",
+    "PoolingParams",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "RunnerConfig",
     "SamplingParams",
     "SchedulerOutput",
+    "ScoringRequestOutput",
     "SchedulerOutputError",
     "SequenceDelta",
     "StepInputs",

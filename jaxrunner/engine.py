@@ -152,6 +152,7 @@ class Engine:
                     priority=priority,
                     cache_salt=prompt.cache_salt,
                     leader=leader,
+                    pooling_params=prompt.pooling_params,
                 )
                 leader = leader or request
                 text = SequenceText(self.tokenizer, params)
@@ -225,10 +226,11 @@ class Engine:
             metrics = active.output.metrics
             if metrics is not None and metrics.first_token_time is None:
                 metrics.first_token_time = now
-            rows = None
+            row, rows = runner_output.req_id_to_index[update.req_id], None
             if logprobs is not None and sequence.logprobs.top is not None:
-                row = runner_output.req_id_to_index[update.req_id]
                 rows = logprobs.rows(row, row + 1)
+            if runner_output.pooler_output is not None:
+                active.output.embedding = runner_output.pooler_output[row]
             delta = sequence.take(update, rows)
             result.deltas.append(delta)
             if delta.finish_reason is not None:

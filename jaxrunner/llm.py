@@ -10,6 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrunner.compilation_cache import use_compilation_cache
+from jaxrunner.embedding import (
+    ONE_TOKEN,
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+    embedding_output,
+    scores,
+    with_pooling,
+)
 from jaxrunner.engine import Engine, EngineStats
 from jaxrunner.input_processor import (
     InputProcessor,
@@ -24,6 +32,7 @@ from jaxrunner.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGro
 from jaxrunner.llm_config import LLMConfig, tuples, unknown_options
 from jaxrunner.loading import LoadedModel, load_model, recommended_params
 from jaxrunner.outputs import Prompt, RequestOutput
+from jaxrunner.pooling import PoolingParams
 from jaxrunner.progress import NoProgress, RunProgress, compile_status, make_progress
 from jaxrunner.runner import ModelRunner
 from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
@@ -205,6 +214,45 @@ class LLM:
             self._checked(self.inputs.process_chat, c, q, options) for c, q in zip(conversations, params, strict=True)
         ]
         return self._run(checked, use_tqdm, on_error)
+
+    def embed(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeddings of prompts: hidden states after the final norm, of the last token or the mean over all.
+
+        Args:
+            prompts: as in ``generate``.
+            pooling_params: None: the last token's, normalized.
+
+        Raises:
+            ValueError: a prompt that can't be served; names all there are, and nothing runs.
+        """
+        checked = self._process(prompts, ONE_TOKEN)
+        raise_refusals(checked)
+        pooled = with_pooling([p for p in checked if isinstance(p, Prompt)], pooling_params or PoolingParams())
+        return [embedding_output(output) for output in self._run([*pooled], use_tqdm, "raise")]
+
+    def score(
+        self,
+        text_1: Any,
+        text_2: Any,
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[ScoringRequestOutput]:
+        """How near texts are to each other: the cosine of their embeddings.
+
+        Args:
+            text_1: one prompt, to be compared with each of ``text_2``; or as many as there are of those.
+        """
+        first, second = split_prompts(text_1), split_prompts(text_2)
+        if len(first) not in (1, len(second)):
+            raise ValueError(f"text_1 has {len(first)} texts and text_2 {len(second)}: give one, or as many")
+        return scores(self.embed([*first, *second], pooling_params, use_tqdm=use_tqdm), len(first))
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer in use."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxrunner.logprobs import PositionLogprobs
+from jaxrunner.pooling import PoolingParams
 from jaxrunner.sampling_params import SamplingParams
 
 
@@ -67,6 +70,7 @@ class RequestOutput:
         outputs: ``SamplingParams.n`` sequences, by their index.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache.
         error: why the request was refused; None for one that ran. Only with ``on_error="return"``.
+        embedding: float32 [D], of a prompt with pooling parameters.
     """
 
     request_id: str
@@ -78,6 +82,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     error: str | None = None
+    embedding: np.ndarray | None = None
 
     @classmethod
     def refused(cls, request_id: str, prompt: str | None, prompt_token_ids: list[int], error: str) -> RequestOutput:
@@ -115,9 +120,11 @@ class Prompt:
     Attributes:
         text: as the user gave it, or as the chat template made it; None if it came as ids.
         cache_salt: prefix-cache blocks are shared only between prompts of the same salt.
+        pooling_params: how its embedding is made; None: none is wanted.
     """
 
     text: str | None
     token_ids: list[int]
     params: SamplingParams
     cache_salt: str | None = None
+    pooling_params: PoolingParams | None = None

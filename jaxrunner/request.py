@@ -6,6 +6,7 @@ import enum
 import time
 from collections.abc import Iterable, Sequence
 
+from jaxrunner.pooling import PoolingParams
 from jaxrunner.sampling_params import SamplingParams
 
 
@@ -45,6 +46,7 @@ class Request:
             tokenizer's.
         arrival_time: seconds; recorded only. Among equals the order of service is that of ``Scheduler.add_request``.
         priority: under the policy "priority" lower values are served first.
+        pooling_params: how its prompt's embedding is made, if it wants one.
         cache_salt: blocks are shared only between requests of the same salt.
         leader: a request with the same prompt. This one waits until the leader has computed it, and branches off.
 
@@ -72,6 +74,7 @@ class Request:
         "priority",
         "cache_salt",
         "leader",
+        "pooling_params",
         "order",
         "status",
         "stop_reason",
@@ -100,6 +103,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         leader: Request | None = None,
+        pooling_params: PoolingParams | None = None,
     ) -> None:
         if len(prompt_token_ids) == 0:
             raise ValueError(f"request {request_id!r} has an empty prompt: it needs at least one token")
@@ -113,6 +117,7 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.leader = leader
+        self.pooling_params = pooling_params
         self.order = (0, 0)
 
         self.status = RequestStatus.WAITING
@@ -144,10 +149,12 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether blocks of others may stand in for its prompt. Prompt logprobs need every position
-        computed.
+        """Whether blocks of others may stand in for its prompt. Prompt logprobs, and the mean over the hidden states,
+        need every position computed.
         """
-        return self.sampling_params.prompt_logprobs is None and not self.sampling_params.skip_reading_prefix_cache
+        needs_all = self.pooling_params is not None and self.pooling_params.pooling == "mean"
+        params = self.sampling_params
+        return not needs_all and params.prompt_logprobs is None and not params.skip_reading_prefix_cache
 
     def limit_length(self, max_model_len: int | None) -> None:
         """Stop at ``max_tokens`` outputs or at ``max_model_len`` tokens in all, whichever comes first."""

@@ -101,4 +101,5 @@ def _new_request_data(request: Request, block_ids: BlockIds) -> NewRequestData:
         block_ids=block_ids,
         num_computed_tokens=request.num_computed_tokens,
         sampling_params=request.sampling_params,
+        pooling_params=request.pooling_params,
     )
