@@ -126,8 +126,12 @@ def _merge(state: SoftmaxState, items: SoftmaxState, belongs: Bool[Array, "state
     m = jnp.maximum(state.m, jnp.max(jnp.where(belongs, items.m, MASKED), axis=1))
     shrink = jnp.exp(state.m - m)
     weights = jnp.where(belongs, jnp.exp(items.m - m[:, None]), 0)
+    # One product serves all states, and 0 * NaN is NaN: what is not finite is left out, and put where it belongs.
+    finite = jnp.isfinite(items.acc).all(axis=-1)
+    acc = product("jih,ihd->jhd", weights, jnp.where(finite[..., None], items.acc, 0))
+    broken = (belongs & ~finite).any(axis=1)
     return SoftmaxState(
         m,
-        state.l * shrink + jnp.sum(weights * items.l, axis=1),
-        state.acc * shrink[..., None] + product("jih,ihd->jhd", weights, items.acc),
+        state.l * shrink + jnp.sum(jnp.where(belongs, weights * items.l, 0), axis=1),
+        state.acc * shrink[..., None] + jnp.where(broken[..., None], jnp.nan, acc),
     )

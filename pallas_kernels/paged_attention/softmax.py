@@ -36,6 +36,6 @@ class SoftmaxState(NamedTuple):
             m_with_sink = jnp.maximum(m, sinks)
             shrink = jnp.exp(m - m_with_sink)
             m, total, acc = m_with_sink, total * shrink + jnp.exp(sinks - m_with_sink), acc * shrink[..., None]
-        seen = total > 0
+        seen = total != 0  # a NaN was seen too, and stays one
         total = jnp.where(seen, total, 1)
         return jnp.where(seen[..., None], acc / total[..., None], 0), m + jnp.log(total)

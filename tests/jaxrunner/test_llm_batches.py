@@ -161,3 +161,19 @@ def test_sequences_of_one_prompt_share_it_and_equal_requests_of_their_own(model,
     roomy.reset_prefix_cache()
     each = [SamplingParams(seed=3 + i, max_tokens=6, ignore_eos=True, detokenize=False) for i in range(5)]
     assert [c.token_ids for c in output.outputs] == tokens(roomy, [one] * 5, each)
+
+
+def test_a_request_of_nan_hurts_nobody(tmp_path, model):
+    """Token 7's embedding is NaN, so all that its request computes is, and stays behind in the blocks it had."""
+    config = CONFIGS["llama"]
+    tensors = random_tensors(config)
+    tensors["model.embed_tokens.weight"][7] = np.nan
+    write_folder(tmp_path, config, tensors)
+    llm = LLM(load_model(tmp_path), num_gpu_blocks_override=24, enable_prefix_caching=False, **OPTIONS)
+    good = [[i for i in prompt(9) if i != 7] + [8] for _ in range(4)]
+    avoid = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logit_bias={7: -100})
+    alone = [tokens(llm, [one], avoid)[0] for one in good]
+    together = llm.generate([good[0], [7] * 30, *good[1:], [9, 7]], avoid, use_tqdm=False)
+    assert [together[i].outputs[0].token_ids for i in (0, 2, 3, 4)] == alone
+    assert all(len(output.outputs[0].token_ids) == 12 for output in together)
+    assert tokens(llm, good * 2, avoid) == alone * 2

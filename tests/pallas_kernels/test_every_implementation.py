@@ -81,6 +81,24 @@ def test_rows_without_tokens_between_others(tested):
 
 
 @each_of_them
+def test_a_request_of_nan_leaves_the_others_as_they_are(tested):
+    """Queries, keys and values of one request are NaN, or infinite: to the last bit the others don't notice."""
+    requests = {"decode": [(1, 20), (1, 150), (1, 3), (1, 64)], "mixed": [(2, 40), (9, 100), (1, 7), (12, 0)]}
+    with time_limit(tested.seconds):
+        for name, broken, value in [("decode", 1, np.nan), ("mixed", 1, np.nan), ("mixed", 2, np.inf)]:
+            case = CASES[name]
+            batch = make_batch(case.shape, requests[name])
+            before = np.asarray(attend(tested, case, batch).astype(jnp.float32))
+            starts = np.cumsum([0, *batch.query_lens])
+            own = np.zeros(case.shape.tokens, bool)
+            own[starts[broken] : starts[broken + 1]] = True
+            batch.q[own] = value
+            batch.k[batch.tables[broken]] = batch.v[batch.tables[broken]] = value
+            after = np.asarray(attend(tested, case, batch).astype(jnp.float32))
+            np.testing.assert_array_equal(after[~own], before[~own])
+
+
+@each_of_them
 def test_update_block_table(tested):
     """Metadata of one group serves another that differs in table and slots."""
     case = CASES["mixed"]

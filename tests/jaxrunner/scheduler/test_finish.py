@@ -139,3 +139,32 @@ def test_a_token_too_early_is_refused():
     with pytest.raises(ValueError, match=r"gave request 'a' the tokens \[1\] in a step that left 1 of its 3 tokens"):
         scheduler.update_from_output(output, rows(a=[1]))
     assert scheduler.update_from_output(output, rows(a=[])) == []
+
+
+def test_blocks_of_an_aborted_request_are_free_only_when_its_step_is_over():
+    """One step is in flight; what it may still write into is nobody else's before its output is there."""
+    work = Workload(num_blocks=20, caching=False)
+    work.add("a", [1] * 9, max_tokens=4)
+    work.add("b", [2] * 9, max_tokens=4)
+    output = work.schedule()
+    (held,) = (list(ids) for ids in output.scheduled_new_reqs[0].block_ids)
+    work.abort("a")
+    assert work.manager.num_free_blocks == 19 - 6
+    work.manager.check_accounting()  # they count as owned
+    again = work.add("a", [3] * 9, max_tokens=4)  # the id is free already
+    told = work.runner.step(output)
+    work.take(work.scheduler.update_from_output(output, told))
+    assert work.manager.num_free_blocks == 19 - 3
+    work.step()
+    assert set(held) == set(work.manager.get_blocks(again)[0])
+    work.run()
+
+
+def test_a_prompt_computed_by_an_aborted_step_is_not_found():
+    """The blocks come back with what is known to be computed, not with what the step was going to compute."""
+    work = Workload(num_blocks=20, max_num_batched_tokens=8)
+    work.add("a", [1] * 16, max_tokens=4)
+    work.step()
+    work.step(abort_between=["a"])
+    probe = Request("b", [1] * 17, SamplingParams())
+    assert work.manager.get_computed_blocks(probe)[1] == 8
