@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-
-import jax
 
 from jaxrunner.bench.events import RequestEvents, RunLog, StepEvent
 from jaxrunner.bench.metrics import SEGMENTS
 from jaxrunner.bench.workload import BenchRequest
 from jaxrunner.sampling_params import SamplingParams
-
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def drive(
@@ -59,28 +55,27 @@ def drive(
         log.requests.append(events)
     clock, waiting, running = time.perf_counter, 0, 0
     step_context = step_context or (lambda number: nullcontext())
-    with count_compilations() as compilations:
-        start = clock()
-        while waiting < len(requests) or running:
-            now = clock() - start
-            while waiting < len(requests) and times[waiting] <= now and running < (max_concurrency or len(requests)):
-                engine.add_request(f"bench-{waiting}", prompts[waiting])
-                waiting, running = waiting + 1, running + 1
-            if not running:
-                time.sleep(max(times[waiting] - now, 0.0))
-                continue
-            before = runner.times.as_dict()
-            with step_context(len(log.steps)):
-                began = clock() - start
-                result = engine.step()
-                ended = clock() - start
-            finished = _take(result, by_id, ended)
-            running -= finished
-            log.steps.append(_step_event(llm, began, ended, before))
-            if on_step is not None:
-                on_step(sum(len(d.token_ids) for d in result.deltas), finished)
+    start, compilations = clock(), runner.counter.compilations
+    while waiting < len(requests) or running:
+        now = clock() - start
+        while waiting < len(requests) and times[waiting] <= now and running < (max_concurrency or len(requests)):
+            engine.add_request(f"bench-{waiting}", prompts[waiting])
+            waiting, running = waiting + 1, running + 1
+        if not running:
+            time.sleep(max(times[waiting] - now, 0.0))
+            continue
+        before = runner.times.as_dict()
+        with step_context(len(log.steps)):
+            began = clock() - start
+            result = engine.step()
+            ended = clock() - start
+        finished = _take(result, by_id, ended)
+        running -= finished
+        log.steps.append(_step_event(llm, began, ended, before))
+        if on_step is not None:
+            on_step(sum(len(d.token_ids) for d in result.deltas), finished)
     log.duration = max((r.finished or 0.0) for r in log.requests)
-    log.num_compilations = compilations()
+    log.num_compilations = runner.counter.compilations - compilations
     return log
 
 
@@ -109,19 +104,3 @@ def _step_event(llm: Any, began: float, ended: float, before: dict[str, float]) 
         scheduler.manager.usage,
         {name: grown[name] for parts in SEGMENTS.values() for name in parts},
     )
-
-
-@contextmanager
-def count_compilations() -> Iterator[Callable[[], int]]:
-    """Counts the programs that XLA compiles while it is open."""
-    count = 0
-
-    def listen(event: str, duration_secs: float, **facts: str | int) -> None:
-        nonlocal count
-        count += event == _COMPILED
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield lambda: count
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)

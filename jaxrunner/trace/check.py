@@ -185,7 +185,7 @@ class TraceChecker:
                 history[cell - starts[row] :] = line["token_ids"][cell : cell + 1] + k.drafts
             tokens += history
         self._check_tokens(line, rows, starts, "token_ids", tokens, "stale_tokens", 5)
-        _padding("req_indices", 5, line["req_indices"], total, line["bucket"]["requests"], "stale_padding")
+        _padding("req_indices", 5, line["req_indices"], total, len(line["request_indices"]), "stale_padding")
         for name in ("positions", "token_ids"):
             _padding(name, 5, line[name], total, 0, "stale_padding")
 

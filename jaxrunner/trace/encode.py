@@ -163,7 +163,12 @@ class Encoder:
         groups = range(len(self._tables))
         block_rows, lengths = zip(*(_trimmed(inputs.block_table(g)) for g in groups), strict=True)
         return {
-            "bucket": {"tokens": shape.num_tokens, "requests": shape.num_reqs, "logits_rows": shape.num_logits},
+            "bucket": {
+                "tokens": shape.num_tokens,
+                "requests": shape.num_reqs,
+                "logits_rows": shape.num_logits,
+                "uniform": shape.uniform,
+            },
             "mode": record.mode,
             "num_tokens": inputs.num_tokens,
             "num_logits": inputs.num_logits,

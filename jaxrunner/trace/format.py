@@ -20,7 +20,8 @@ req_indices           [T]      row of each token; padding: R
 slot_mapping          [G][T]   KV slot of each token; padding: -1
 block_rows            [G][R]   leading blocks of each row's table as the step sees it, null blocks at the end left out
 block_row_lengths     [G][R]   their numbers before ``block_rows`` was cut at 64
-bucket, mode, flags            padded sizes; how the step was executed; sampling features in use
+bucket, mode, flags            padded sizes (in mode PIECEWISE ``requests`` are attention's rows, and R those of the
+                               upload); how the step was executed; sampling features in use
 sampled               [n]      tokens that each row committed
 buffer_intact                  the upload was still the same when the step had ended
 times_us                       update, prepare, dispatch, wait, record

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrunner.batch import NOT_SAMPLED, prepare_inputs, record_sampled, update_states
 from jaxrunner.protocol import SchedulerOutput
-from jaxrunner.shapes import StepShape, StepShapes
+from jaxrunner.shapes import ExecutionMode, StepShape, StepShapes
 from jaxrunner.trace.encode import Encoder, Geometry, StepRecord
 from jaxrunner.trace.format import ARRAYS
 from jaxrunner.trace.plan_json import plan_from_json
@@ -103,7 +103,8 @@ class HostStepper:
         record = StepRecord(plan)
         if self._batch.num_reqs:
             bucket = recorded["bucket"]
-            shape = StepShape(bucket["tokens"], bucket["requests"], bucket["logits_rows"])
+            mode = ExecutionMode[recorded["mode"]]
+            shape = StepShape(bucket["tokens"], bucket["requests"], bucket["logits_rows"], mode, bucket["uniform"])
             inputs = prepare_inputs(self._batch, plan, _shapes_of(g, shape), shape=shape)
             record.buffer, record.layout, record.shape = inputs.buffer, inputs.layout, inputs.shape
             record.req_ids, record.overflow = inputs.req_ids, inputs.overflow

@@ -88,10 +88,12 @@ def test_serving_keeps_to_its_arrivals(model: str, tmp_path: Path, capsys: pytes
     assert (metrics["total_input_tokens"], metrics["total_output_tokens"]) == (11, 5)
 
 
-def test_a_profile_has_the_steps(model: str, tmp_path: Path):
+def test_a_profile_has_the_steps_and_their_segments(model: str, tmp_path: Path):
     flags = ["--num-prompts", "1", "--input-len", "4", "--output-len", "3", "--profile", str(tmp_path / "p")]
     assert bench.main(["throughput", "--model", model, *SMALL, *flags]) == 0
-    assert list((tmp_path / "p").rglob("*.xplane.pb"))
+    (profile,) = (tmp_path / "p").rglob("*.xplane.pb")
+    found = profile.read_bytes()
+    assert all(name in found for name in (b"step", b"update", b"prepare", b"dispatch", b"wait", b"record"))
 
 
 def test_what_cannot_be_measured_is_refused(model: str, capsys: pytest.CaptureFixture[str]):

@@ -1,12 +1,14 @@
 """Recording without a model: what a line holds, that a clean trace checks clean, and that it replays bit for bit."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxrunner.batch import update_states
+from jaxrunner.shapes import Policy
 from jaxrunner.trace import (
     HostStepper,
     TraceChecker,
@@ -175,3 +177,16 @@ def test_long_rows_are_cut_and_still_checked(tmp_path: Path):
     assert check_trace(trace.lines(), trace.geometry) is None
     assert np.all([stop.stop in range(1, 9) for stop in SYMPTOMS.values()])
     assert TraceChecker(trace.geometry).check({"event": "reset"}) is None
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_every_way_to_execute_is_recorded_and_replayed(tmp_path: Path, policy: Policy):
+    def make(path: Path, g) -> HostRunner:
+        runner = HostRunner(path, g)
+        runner.shapes = replace(runner.shapes, policy=policy)
+        return runner
+
+    run_traffic(tmp_path / "t.jsonl", make_runner=make)
+    trace = open_trace(tmp_path / "t.jsonl")
+    assert check_trace(trace.lines(), trace.geometry) is None
+    assert replay(trace.lines(), HostStepper(trace.geometry))[1] is None
