@@ -152,10 +152,10 @@ def keep_old_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     refresh = InputBatch.refresh_metadata
 
     def stale(self: InputBatch) -> None:
-        old = getattr(self, "row_prompts", np.zeros(0, np.int32))
+        old = self.num_prompt.copy()
         refresh(self)
-        n = min(len(old), self.num_reqs)
-        self.row_prompts = np.concatenate([old[:n], self.row_prompts[n:]])
+        kept = old[: self.num_reqs] != 0
+        self.num_prompt[: self.num_reqs][kept] = old[: self.num_reqs][kept]
 
     monkeypatch.setattr(InputBatch, "refresh_metadata", stale)
 
