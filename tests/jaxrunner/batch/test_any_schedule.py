@@ -111,6 +111,11 @@ class Schedules(RuleBasedStateMachine):
         self.driver.reorder(threshold)
         self.run(then)
 
+    @rule(then=then)
+    def without_validation(self, then: int) -> None:
+        self.driver.without_validation()
+        self.run(then)
+
     @rule(a=row, b=row, then=then)
     def swap_in_the_step(self, a: int, b: int, then: int) -> None:
         self.driver.swap_in_step(a, b)
