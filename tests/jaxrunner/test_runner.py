@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.batch import SchedulerOutputError
+from jaxrunner.batch import BufferRing, SchedulerOutputError
+from jaxrunner.batch.buffers import StepViews
 from jaxrunner.config import RunnerConfig
 from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
 from jaxrunner.runner import ModelRunner
 from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.shapes import StepLayout
 from jaxrunner.step import unpack
 from models import split
 from tests.models import fixtures
@@ -251,6 +253,33 @@ def test_the_device_table_is_the_hosts(fixture, runner: ModelRunner) -> None:
     for req_id in runner.batch.requests:
         index, blocks = runner.batch.requests[req_id].request_index, runner.batch.block_ids_of(req_id)
         np.testing.assert_array_equal(table[index, : len(blocks)], blocks)
+
+
+def test_no_buffer_is_written_while_a_step_reads_it(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step says which outputs come from its buffer, and they are ready when the buffer is had again."""
+    acquire, read_by, order = BufferRing.acquire, BufferRing.read_by, list[int]()
+    readers: dict[int, list[jax.Array]] = {}
+
+    def acquired(self: BufferRing, layout: StepLayout) -> StepViews:
+        views = acquire(self, layout)
+        order.append(views["buffer"].ctypes.data)
+        assert order[-1] % 64 == 0  # the backend reads this very memory
+        assert all(output.is_ready() for output in readers.get(order[-1], ()))
+        readers[order[-1]] = []
+        return views
+
+    def is_read_by(self: BufferRing, output: jax.Array) -> None:
+        readers[order[-1]].append(output)
+        read_by(self, output)
+
+    monkeypatch.setattr(BufferRing, "acquire", acquired)
+    monkeypatch.setattr(BufferRing, "read_by", is_read_by)
+    runner.execute_model(new("a", [5, 6, 7], 1))
+    for computed in range(3, 8):
+        pending = runner.submit(cached({"a": 1}, {"a": computed}, {"a": computed - 2}))
+        assert readers[order[-1]]
+        pending.result()
+    assert len(order) == 6 and len(set(order)) > 1
 
 
 def test_unpack_checks_the_buffer(runner: ModelRunner) -> None:
