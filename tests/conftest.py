@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long-schedules",
         action="store_true",
-        help="run the state machine of the host path for a hundred times as many steps (about half an hour)",
+        help="run the state machine of the host path for a hundred times as many schedules (minutes to an hour)",
     )
     parser.addoption(
         "--random-requests",

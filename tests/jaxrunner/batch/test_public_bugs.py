@@ -4,6 +4,7 @@ A number in a comment is the public thread in which it was reported (vllm-projec
 """
 
 import copy
+from collections.abc import Iterator
 from random import Random
 
 import numpy as np
@@ -175,6 +176,26 @@ def test_the_next_input_is_the_last_committed_token() -> None:
     update_states(batch, plan)
     inputs = prepare_inputs(batch, plan, SHAPES)
     assert inputs["token_ids"][:2].tolist() == [5, 0] and inputs.positions[0] == 3 and inputs["num_known"][0] == 4
+
+
+def test_free_indices_do_not_depend_on_the_order_of_a_set() -> None:
+    """Machines that run one batch together must give a request the same index, whatever their sets' order."""
+
+    class Ordered(set[str]):
+        order = ""
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(self.order)
+
+    found = set()
+    for order in ("abc", "bca", "cba"):
+        batch = batch_of(*(NewRequestData(r, [1], ([i + 1],)) for i, r in enumerate("abc")))
+        plan = new(*(NewRequestData(r, [1], ([i + 7],)) for i, r in enumerate("def")))
+        plan.finished_req_ids = Ordered(order)
+        plan.finished_req_ids.order = order
+        update_states(batch, plan)
+        found.add(tuple(batch.idx_mapping[:3].tolist()))
+    assert len(found) == 1
 
 
 # ---------------------------------------------------------------------- block table, slots, padding
