@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 from models.config import ModelConfig
 from models.linear import LinearWeights, linear
 from models.parameters import Initializer
-from models.rope import RopeTable, apply_rope
-from pallas_kernels import AttentionLayer, KVCache, StepAttention
+from pallas_kernels import AttentionLayer, KVCache, RopeTable, StepAttention, apply_rope
 
 
 class RMSNorm(nnx.Module):
@@ -50,19 +49,16 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(make, config, layer.head_dim) if config.qk_norm else None
 
     def project(
-        self, x: Float[Array, "T E"], table: RopeTable
+        self, x: Float[Array, "T E"]
     ) -> tuple[Float[Array, "T H D"], Float[Array, "T Hkv D"], Float[Array, "T Hkv D"]]:
-        """Queries, keys and values as attention takes them: normalised and rotated."""
+        """Queries, keys and values, normalised where the model does that. Not rotated yet."""
         layer, num_tokens = self.layer, x.shape[0]
-        q_end = layer.num_heads * layer.head_dim
-        k_end = q_end + layer.num_kv_heads * layer.head_dim
-        qkv = linear(f"{self.name}.qkv", self.qkv, x)
-        q = qkv[:, :q_end].reshape(num_tokens, layer.num_heads, layer.head_dim)
-        k = qkv[:, q_end:k_end].reshape(num_tokens, layer.num_kv_heads, layer.head_dim)
-        v = qkv[:, k_end:].reshape(num_tokens, layer.num_kv_heads, layer.head_dim)
+        qkv = linear(f"{self.name}.qkv", self.qkv, x).reshape(num_tokens, -1, layer.head_dim)
+        k_begin, v_begin = layer.num_heads, layer.num_heads + layer.num_kv_heads
+        q, k, v = qkv[:, :k_begin], qkv[:, k_begin:v_begin], qkv[:, v_begin:]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return apply_rope(q, table), apply_rope(k, table), v
+        return q, k, v
 
     def output(self, out: Float[Array, "T H D"]) -> Float[Array, "T E"]:
         return linear(f"{self.name}.o", self.o, out.reshape(out.shape[0], -1))
@@ -103,15 +99,16 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "T E"], table: RopeTable, cache: KVCache, attention: StepAttention
     ) -> tuple[Float[Array, "T E"], KVCache]:
-        q, k, v = self.before_attention(x, table)
-        out, cache = attention(q, k, v, cache, self.attention.layer)
+        q, k, v = self.attention.project(self.input_norm(x))
+        out, cache = attention(q, k, v, cache, self.attention.layer, rope=table)
         return self.after_attention(x, out), cache
 
     def before_attention(
         self, x: Float[Array, "T E"], table: RopeTable
     ) -> tuple[Float[Array, "T H D"], Float[Array, "T Hkv D"], Float[Array, "T Hkv D"]]:
-        """The dense half before attention: queries, keys and values of the stream."""
-        return self.attention.project(self.input_norm(x), table)
+        """The dense half before attention: queries, keys and values of the stream, rotated."""
+        q, k, v = self.attention.project(self.input_norm(x))
+        return apply_rope(q, table), apply_rope(k, table), v
 
     def after_attention(self, x: Float[Array, "T E"], attended: Float[Array, "T H D"]) -> Float[Array, "T E"]:
         """The dense half behind it: what attention gave and the MLP, added to the stream."""

@@ -1,14 +1,15 @@
-"""Rotary position embeddings: frequencies from a configuration, one table a step, its application to heads."""
+"""Rotary position embeddings: frequencies from a configuration, one table a step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int
+
+from pallas_kernels import RopeTable
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,6 @@ class RopeConfig:
     scaling: LinearScaling | Llama3Scaling | None = None
 
 
-class RopeTable(NamedTuple):
-    """Cosines and sines of a step's positions. Made once a step and used by every layer of its kind."""
-
-    cos: Float32[Array, "T half_D"]
-    sin: Float32[Array, "T half_D"]
-
-
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, "half_D"]:
     """Radians per position of each pair of dimensions: theta^(-2i/D), then scaled."""
     frequencies = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
@@ -69,10 +63,3 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: Int[Array, "T"]) -> R
     """The table for these positions, in float32 whatever the model's dtype: bfloat16 can't tell 257 from 256."""
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope, head_dim)
     return RopeTable(jnp.cos(angles), jnp.sin(angles))
-
-
-def apply_rope(x: Float[Array, "T H D"], table: RopeTable) -> Float[Array, "T H D"]:
-    """Rotates each head; dimension i pairs with i + D/2. Computed in float32, returned in x's dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = table.cos[:, None, :], table.sin[:, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

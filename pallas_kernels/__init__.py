@@ -10,6 +10,7 @@ from pallas_kernels.implementation import (
 )
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache, request_indices
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rope import RopeTable, apply_rope, rope_and_write_kv_cache
 from pallas_kernels.slot_mapping import PAD_SLOT_ID, local_key_lens, slot_mapping
 from pallas_kernels.write_kv_cache import write_kv_cache
 
@@ -21,11 +22,14 @@ __all__ = [
     "CommonAttentionMetadata",
     "GroupSpec",
     "KVCache",
+    "RopeTable",
     "StepAttention",
+    "apply_rope",
     "choose_attention",
     "local_key_lens",
     "paged_attention",
     "request_indices",
+    "rope_and_write_kv_cache",
     "slot_mapping",
     "write_kv_cache",
 ]

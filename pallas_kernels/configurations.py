@@ -53,10 +53,16 @@ class KernelConfiguration:
 def kernel_tables() -> dict[str, Sequence[Any]]:
     """Every kernel, by name, with its implementations, best first: what choices are made from."""
     from pallas_kernels.paged_attention import IMPLEMENTATIONS as PAGED_ATTENTION  # they build on this module
+    from pallas_kernels.rope import IMPLEMENTATIONS as ROPE_AND_WRITE_KV_CACHE
     from pallas_kernels.slot_mapping import IMPLEMENTATIONS as SLOT_MAPPING
     from pallas_kernels.write_kv_cache import IMPLEMENTATIONS as WRITE_KV_CACHE
 
-    return {"paged_attention": PAGED_ATTENTION, "write_kv_cache": WRITE_KV_CACHE, "slot_mapping": SLOT_MAPPING}
+    return {
+        "paged_attention": PAGED_ATTENTION,
+        "write_kv_cache": WRITE_KV_CACHE,
+        "rope_and_write_kv_cache": ROPE_AND_WRITE_KV_CACHE,
+        "slot_mapping": SLOT_MAPPING,
+    }
 
 
 def configurations() -> Iterator[KernelConfiguration]:

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from jaxtyping import Float, Int32
 
 from pallas_kernels.configurations import KernelConfiguration
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
+
+if TYPE_CHECKING:
+    from pallas_kernels.rope import RopeTable
 
 
 class AttentionSupport(enum.Enum):
@@ -121,8 +124,9 @@ class StepAttention:
         cache: KVCache,
         layer: AttentionLayer,
         sinks: Float[Array, "H"] | None = None,
+        rope: "RopeTable | None" = None,
     ) -> tuple[Float[Array, "T H D"], KVCache]:
-        """(attention output, the cache with k and v written).
+        """(attention output, the cache with k and v written). With a table q and k are rotated first.
 
         Raises:
             ValueError: the implementation or the write refuses; the message names the layer.
@@ -131,7 +135,9 @@ class StepAttention:
         # for all of them: for 30 layers that saves seconds a shape, also of what the compilation cache holds already.
         kind = replace(layer, name="")
         try:
-            return _write_and_attend(self.implementation, kind, q, k, v, cache, self.metadata, self.slot_mapping, sinks)
+            return _write_and_attend(
+                self.implementation, kind, q, k, v, cache, self.metadata, self.slot_mapping, sinks, rope
+            )
         except ValueError as error:
             raise ValueError(f"layer {layer.name!r}: {error}") from error
 
@@ -147,10 +153,17 @@ def _write_and_attend(
     metadata: Any,
     slot_mapping: Int32[Array, "T"],
     sinks: Float[Array, "H"] | None,
+    rope: "RopeTable | None",
 ) -> tuple[Float[Array, "T H D"], KVCache]:
-    from pallas_kernels.write_kv_cache import write_kv_cache  # it builds on this module
+    from pallas_kernels.rope import rope_and_write_kv_cache  # they build on this module
+    from pallas_kernels.write_kv_cache import write_kv_cache
 
-    cache = write_kv_cache(k, v, cache, slot_mapping)
+    # A step on the reference is differentiable, and so must the write be.
+    write = "reference" if implementation.name == "reference" else "auto"
+    if rope is None:
+        cache = write_kv_cache(k, v, cache, slot_mapping, implementation=write)
+    else:
+        q, cache = rope_and_write_kv_cache(q, k, v, rope, cache, slot_mapping, implementation=write)
     return implementation.attend(q, cache, metadata, layer, sinks), cache
 
 

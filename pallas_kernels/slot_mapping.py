@@ -4,10 +4,14 @@ A slot is block * block_size + offset. The formula is vLLM's (block tables, "com
 that it lacks: a position outside the request's table gets no slot, rather than the neighbouring row's block.
 """
 
+from collections.abc import Iterable
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int32
 
+from pallas_kernels import triton_backend, triton_configurations, triton_slot_mapping
+from pallas_kernels.configurations import KernelConfiguration
 from pallas_kernels.implementation import Kernel, choose_kernel
 from pallas_kernels.metadata import request_indices
 
@@ -37,6 +41,9 @@ def slot_mapping(
     No slot (-1): padding tokens, which start at the actual query_start_loc[-1]; tokens of other ranks; positions
     that are negative or past the row's table (W blocks). Slots are int32, so a cache of 2**31 slots is refused by
     `write_kv_cache`.
+
+    Args:
+        implementation: "auto", or a name: "reference", "triton".
 
     Raises:
         ValueError: a block size, rank, world size or interleave that makes no sense; an unknown implementation.
@@ -80,7 +87,15 @@ def _reference(
     return jnp.where(has_slot, block * block_size + local_offset, PAD_SLOT_ID)
 
 
-IMPLEMENTATIONS = (Kernel("reference", _reference),)
+def _configurations() -> Iterable[KernelConfiguration]:
+    return triton_configurations.of_slot_mapping(slot_mapping)
+
+
+# The plain form first, on GPUs too: NUMBERS
+IMPLEMENTATIONS = (
+    Kernel("reference", _reference),
+    Kernel("triton", triton_slot_mapping.slot_mapping, triton_backend.refuses_device, _configurations),
+)
 
 
 def local_key_lens(

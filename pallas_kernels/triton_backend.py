@@ -32,13 +32,19 @@ OLDEST = (8, 0)  # the first with bfloat16 products and asynchronous copies
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))  # that the kernels are compiled for when they are checked
 
 
-def refuses(dtype: DTypeLike, platform: str, interpret: bool) -> str | None:
-    """Why no Triton kernel serves arrays of this dtype on this platform; None if one may."""
-    if platform != "gpu" and not interpret:
-        return f"it needs an NVIDIA GPU, this is {platform}"
-    capability = current_device().capability
+def refuses_device(platform: str | None = None) -> str | None:
+    """Why no kernel runs on the device that is compiled for, or on another platform; None if they do."""
+    device = current_device()
+    if (platform or device.platform) != "gpu":
+        return f"it needs an NVIDIA GPU, this is {platform or device.platform}"
+    capability = device.capability
     if capability is not None and capability < OLDEST:
         return f"it needs a GPU of compute capability {_dotted(OLDEST)} or higher, this one has {_dotted(capability)}"
+    return None
+
+
+def refuses_dtype(dtype: DTypeLike) -> str | None:
+    """Why the kernels that compute take no arrays of this dtype; None if they do."""
     if jnp.dtype(dtype).name not in DTYPES:
         return f"it takes {' and '.join(DTYPES)}, not {jnp.dtype(dtype)}"
     return None

@@ -1,9 +1,13 @@
 """Writing a step's keys and values into the paged cache."""
 
+from collections.abc import Iterable, Sequence
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from pallas_kernels import triton_backend, triton_configurations, triton_write
+from pallas_kernels.configurations import KernelConfiguration
 from pallas_kernels.implementation import Kernel, choose_kernel
 from pallas_kernels.metadata import KVCache
 
@@ -21,8 +25,25 @@ def write_kv_cache(
     A negative slot, or one past the end, writes nothing. k and v are cast to the cache's dtype. When the cache is
     donated to the jitted caller the write happens in place. Two tokens with one slot: one of them wins.
 
+    Args:
+        implementation: "auto", or a name: "triton", "reference". The reference alone is differentiable.
+
     Raises:
-        ValueError: shapes that disagree; a cache of 2**31 slots or more, which int32 slots cannot address.
+        ValueError: shapes that disagree; a cache of 2**31 slots or more, which int32 slots cannot address; an
+            implementation that is unknown or refuses.
+    """
+    check_write(k, v, cache, slot_mapping)
+    kernel, _ = choose_kernel("write_kv_cache", kernels_for(cache, IMPLEMENTATIONS), implementation)
+    return kernel.function(k, v, cache, slot_mapping)
+
+
+def check_write(
+    k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], cache: KVCache, slot_mapping: Int32[Array, "T"]
+) -> None:
+    """Refuses what no write can do.
+
+    Raises:
+        ValueError: as `write_kv_cache`.
     """
     blocks, block_size, *per_slot = cache.k.shape
     if cache.v.shape != cache.k.shape:
@@ -35,8 +56,14 @@ def write_kv_cache(
             f"a cache of {blocks} blocks of {block_size} slots has {blocks * block_size} slots; int32 slots address "
             "fewer than 2**31: use fewer blocks"
         )
-    kernel, _ = choose_kernel("write_kv_cache", IMPLEMENTATIONS, implementation)
-    return kernel.function(k, v, cache, slot_mapping)
+
+
+def kernels_for(cache: KVCache, kernels: Sequence[Kernel]) -> list[Kernel]:
+    """The kernels, of which Triton's refuses a cache of bytes: those have 32-bit offsets up to 2**32 elements."""
+    if cache.k.dtype.itemsize > 1:
+        return list(kernels)
+    reason = f"it takes elements of two bytes or more, not {cache.k.dtype}"
+    return [each._replace(refuses=lambda: reason) if each.name == "triton" else each for each in kernels]
 
 
 def _reference(
@@ -54,4 +81,11 @@ def _reference(
     )
 
 
-IMPLEMENTATIONS = (Kernel("reference", _reference),)
+def _configurations() -> Iterable[KernelConfiguration]:
+    return triton_configurations.of_write(write_kv_cache)
+
+
+IMPLEMENTATIONS = (
+    Kernel("triton", triton_write.write, triton_backend.refuses_device, _configurations),
+    Kernel("reference", _reference),
+)

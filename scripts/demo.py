@@ -132,12 +132,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def kernel_choices(platform: str) -> list[str]:
     """Which implementation of each kernel beside attention a step takes, and why; a line each."""
+    from pallas_kernels.configurations import kernel_tables
     from pallas_kernels.implementation import choose_kernel
-    from pallas_kernels.slot_mapping import IMPLEMENTATIONS as SLOT_MAPPING
-    from pallas_kernels.write_kv_cache import IMPLEMENTATIONS as WRITE_KV_CACHE
 
     lines = []
-    for what, kernels in {"slot_mapping": SLOT_MAPPING, "write_kv_cache": WRITE_KV_CACHE}.items():
+    for what, kernels in kernel_tables().items():
+        if what == "paged_attention":
+            continue
         chosen, refusals = choose_kernel(what, kernels)
         if len(kernels) == 1:
             why = f"the only implementation on {platform}"

@@ -44,7 +44,7 @@ class TritonAttention:
     support = AttentionSupport.ALWAYS
 
     def refuses(self, layer: AttentionLayer, block_size: int, dtype: DTypeLike, platform: str) -> str | None:
-        reason = triton.refuses(dtype, platform, self.interpret)
+        reason = (None if self.interpret else triton.refuses_device(platform)) or triton.refuses_dtype(dtype)
         if reason is not None:
             return reason
         if layer.head_dim % 8 or layer.head_dim > 256:

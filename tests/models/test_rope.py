@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.rope import LinearScaling, Llama3Scaling, RopeConfig, apply_rope, inverse_frequencies, rope_table
+from models.rope import LinearScaling, Llama3Scaling, RopeConfig, inverse_frequencies, rope_table
+from pallas_kernels import apply_rope
 
 LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 

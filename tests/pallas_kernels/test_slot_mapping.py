@@ -113,5 +113,7 @@ def test_wrong_arguments_are_named():
         slot_mapping(*arrays, block_size=0)
     with pytest.raises(ValueError, match=r"block_table has rows \(1\), not 3"):
         slot_mapping(jnp.zeros(3, jnp.int32), *arrays[1:], block_size=4)
-    with pytest.raises(ValueError, match="slot_mapping has no implementation 'triton'; there is: auto, reference"):
-        slot_mapping(*arrays, block_size=4, implementation="triton")
+    with pytest.raises(
+        ValueError, match="slot_mapping has no implementation 'other'; there is: auto, reference, triton"
+    ):
+        slot_mapping(*arrays, block_size=4, implementation="other")

@@ -100,7 +100,7 @@ def test_wrong_arguments_are_named():
         write_kv_cache(k[:7], v, cache, slots)
     with pytest.raises(ValueError, match="must have one shape"):
         write_kv_cache(k, v, KVCache(cache.k, cache.v[:3]), slots)
-    with pytest.raises(ValueError, match="no implementation 'mosaic'; there is: auto, reference"):
+    with pytest.raises(ValueError, match="no implementation 'mosaic'; there is: auto, triton, reference"):
         write_kv_cache(k, v, cache, slots, implementation="mosaic")
     huge = KVCache(*(jax.ShapeDtypeStruct((2**27, 16, HEADS, HEAD_DIM), jnp.bfloat16) for _ in "kv"))
     with pytest.raises(ValueError, match=r"has 2147483648 slots; .* fewer than 2\*\*31"):
