@@ -35,7 +35,8 @@ def of_write(write_kv_cache: Callable[..., Any]) -> Iterator[KernelConfiguration
             args=(k, k, cache, slots),
             donate=(2,),
             capabilities=triton.CAPABILITIES,
-            needs=frozenset({WIDE_LOADS, IN_PLACE}),
+            # Fewer elements are less than 16 bytes for each thread of one warp.
+            needs=frozenset({IN_PLACE} | ({WIDE_LOADS} if kv_heads * head_dim >= 256 else set())),
             in_ci=index == 0,
         )
 

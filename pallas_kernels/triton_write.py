@@ -39,7 +39,7 @@ def write(
         [slot_mapping, k, v, *cache],
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache],
         grid=(num_tokens,),
-        num_warps=4,
+        num_warps=_num_warps(*k.shape[1:]),
         num_stages=1,
         aliases={3: 0, 4: 1},
         interpret=interpret,
@@ -67,12 +67,18 @@ def rotate_and_write(
         [slot_mapping, qkv, cos, sin, *cache],
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *cache)],
         grid=(parts + 1, num_tokens),
-        num_warps=4,
+        num_warps=_num_warps(k.shape[1], k.shape[2] // 2),
         num_stages=1,
         aliases={4: 1, 5: 2},
         interpret=interpret,
     )
     return rotated, KVCache(*out)
+
+
+def _num_warps(num_heads: int, size: int) -> int:
+    """As many as have 8 elements, 16 bytes, for each of their threads, but 1 to 4."""
+    elements = triton.next_power_of_two(num_heads) * triton.next_power_of_two(size)
+    return min(max(elements // (8 * 32), 1), 4)
 
 
 def _write_kv_cache(slot_ref: Any, k_ref: Any, v_ref: Any, _k: Any, _v: Any, k_cache: Any, v_cache: Any) -> None:
