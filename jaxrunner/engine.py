@@ -10,6 +10,7 @@ from typing import Protocol
 from jaxrunner.active_request import ActiveRequest, ActiveSequence, fan_out
 from jaxrunner.config import RunnerConfig
 from jaxrunner.detokenizer import TextDecoder
+from jaxrunner.grammars import Grammars, GrammarStates
 from jaxrunner.kv_cache.manager import KVCacheManager, PrefixCacheStats
 from jaxrunner.kv_cache.spec import KVCacheConfig
 from jaxrunner.logprobs import SequenceLogprobs, TokenTexts
@@ -75,6 +76,7 @@ class Engine:
         kv_cache_config: the blocks that the runner has.
         tokenizer: None serves requests with ``detokenize=False`` only.
         eos_token_ids: every id that ends a text.
+        grammars: compiles structured outputs; None: the engine has none.
 
     Attributes:
         scheduler: the current one; a failed step replaces it.
@@ -87,6 +89,7 @@ class Engine:
         tokenizer: TextDecoder | None = None,
         *,
         eos_token_ids: tuple[int, ...] = (),
+        grammars: Grammars | None = None,
         enable_prefix_caching: bool = True,
         long_prefill_token_threshold: int = 0,
         max_num_partial_prefills: int = 0,
@@ -108,6 +111,7 @@ class Engine:
             max_long_partial_prefills=max_long_partial_prefills,
         )
         self._token_texts = TokenTexts(tokenizer)
+        self._grammar_states = GrammarStates(grammars)
         self._requests: dict[str, ActiveRequest] = {}
         self._sequences: dict[str, ActiveSequence] = {}  # those that run, by the scheduler's id
         self.scheduler = self._new_scheduler()
@@ -159,6 +163,7 @@ class Engine:
                 self.scheduler.add_request(request)
                 logprobs = SequenceLogprobs(params.logprobs, self._token_texts)
                 self._sequences[sequence_id] = active.add(request, text, logprobs)
+                self._grammar_states.add(request)
         except ValueError:
             self.abort([request_id])
             raise
@@ -171,6 +176,7 @@ class Engine:
         """
         try:
             plan = self.scheduler.schedule()
+            plan.grammar_bitmask = self._grammar_states.masks(plan)
             output = self.runner.execute_model(plan)
             return self._take(self.scheduler.update_from_output(plan, output), output)
         except BaseException:
@@ -196,6 +202,7 @@ class Engine:
     def reset(self) -> None:
         """Forgets all requests and the prefix cache, in the scheduler and in the runner."""
         self._sequences.clear()
+        self._grammar_states.clear()
         self._requests.clear()
         self.scheduler = self._new_scheduler()
         self.runner.reset()
@@ -231,6 +238,7 @@ class Engine:
                 rows = logprobs.rows(row, row + 1)
             if runner_output.pooler_output is not None:
                 active.output.embedding = runner_output.pooler_output[row]
+            self._grammar_states.accept(update.req_id, update.new_token_ids)
             delta = sequence.take(update, rows)
             result.deltas.append(delta)
             if delta.finish_reason is not None:
@@ -252,6 +260,7 @@ class Engine:
         # A stop string and an abort the scheduler does not know of yet; to all others it says nothing.
         self.scheduler.finish_requests(sequence.request.request_id, reason)
         del self._sequences[sequence.request.request_id]
+        self._grammar_states.remove(sequence.request.request_id)
         sequence.parent.close(sequence)
 
 

@@ -30,11 +30,13 @@ from jaxrunner.step import (
     enter_requests,
     enter_tables,
     pool_rows,
+    set_allowed,
     unpack,
     update_block_table,
 )
 
 ENTER_CAPACITY = 64  # requests whose records one upload carries
+MASK_CAPACITY = 64  # requests whose allowed tokens one upload carries
 PROMPT_CHUNK = 256  # rows of prompt log probabilities that go through the head at a time
 TABLE_CAPACITY = 4096  # block-table cells one upload ahead of a step carries
 
@@ -76,6 +78,7 @@ class StepExecutables:
 
     Attributes:
         compiled: every executable so far, by name.
+        mask_capacity: requests whose allowed tokens one upload carries.
         prompt_chunk: rows that go through the head at a time for the log probabilities of prompts.
         warm: set once warm-up is over; ``late`` counts what steps compiled after that.
         saved: executables of an earlier run, used in place of compiling.
@@ -99,6 +102,7 @@ class StepExecutables:
         self._lock = threading.Lock()
         self.compiled: dict[str, Compiled] = {}
         self.saved: SavedExecutables | None = None
+        self.mask_capacity = min(MASK_CAPACITY, functions.max_num_reqs)
         self.prompt_chunk = min(PROMPT_CHUNK, shapes.tokens[-1])
         self.warm = False
         self.late = 0
@@ -215,6 +219,21 @@ class StepExecutables:
         }
         return self._get("enter_tables", enter, arguments, (0,))
 
+    def set_allowed(self) -> Callable[..., Any]:
+        """(state, indices [mask_capacity], masks [mask_capacity, V/32]) -> state; donated."""
+
+        def set_masks(state: DeviceState, indices: jax.Array, masks: jax.Array) -> DeviceState:
+            assert state.tables is not None
+            return replace(state, tables=set_allowed(state.tables, indices, masks))
+
+        words = self._state.tables.allowed.shape[1]
+        arguments = {
+            "state": self._state,
+            "indices": jax.ShapeDtypeStruct((self.mask_capacity,), jnp.int32),
+            "masks": jax.ShapeDtypeStruct((self.mask_capacity, words), jnp.int32),
+        }
+        return self._get("set_allowed", set_masks, arguments, (0,))
+
     def update_table(self, group: int) -> Callable[..., Any]:
         """(state, cells [TABLE_CAPACITY], values) -> state; donated."""
 
@@ -261,7 +280,7 @@ class StepExecutables:
             for make in (self.update_table, self.edit_blocks)
         ]
         wanted += [partial(make, t) for t in token_buckets for make in (self.hidden_rows, self.pool)]
-        return [*wanted, self.prompt_logprobs, self.enter, self.enter_tables]
+        return [*wanted, self.prompt_logprobs, self.enter, self.enter_tables, self.set_allowed]
 
     def compile_all(self, token_buckets: tuple[int, ...], workers: int = 1) -> Iterator[Compiled]:
         """Compiles what steps of these token buckets can need, largest first, and yields each as it is ready.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrunner.grammars import Grammars
 from jaxrunner.logprobs import check_logprobs
 from jaxrunner.outputs import Prompt
 from jaxrunner.refusals import refuse_sampling_params
@@ -15,6 +16,7 @@ from jaxrunner.request_limits import RequestLimits
 from jaxrunner.request_tables import check_tables
 from jaxrunner.sampling_columns import MAX_STOP_TOKEN_IDS
 from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.structured_outputs import StructuredOutputsParams
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _FORMS = 'a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"messages": conversation}'
@@ -107,6 +109,7 @@ class InputProcessor:
         limits: how many tokens a request may have.
         eos_token_ids: the model's own.
         max_logprobs: log probabilities that a request may want of each token.
+        grammars: compiles structured outputs; None: none are served.
     """
 
     tokenizer: Any
@@ -114,6 +117,7 @@ class InputProcessor:
     limits: RequestLimits
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = 20
+    grammars: Grammars | None = None
 
     def process(self, prompt: Any, params: SamplingParams) -> Prompt:
         """Checks one prompt and its parameters.
@@ -188,6 +192,10 @@ class InputProcessor:
             refuse_sampling_params(params)
             check_tables(params, self.vocab_size)
             check_logprobs(params, self.max_logprobs, self.vocab_size)
+            if isinstance(params.structured_outputs, StructuredOutputsParams):
+                if self.grammars is None:
+                    raise ValueError("structured_outputs need the model's tokenizer, and it has none")
+                self.grammars.check(params.structured_outputs)
         except ValueError as error:
             raise refuse(str(error)) from None
         stops = tuple(params.stop_token_ids or ())

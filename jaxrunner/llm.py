@@ -19,6 +19,7 @@ from jaxrunner.embedding import (
     with_pooling,
 )
 from jaxrunner.engine import Engine, EngineStats
+from jaxrunner.grammars import Grammars
 from jaxrunner.input_processor import (
     InputProcessor,
     RefusedPrompt,
@@ -100,11 +101,13 @@ class LLM:
         if not quiet and runner_config.num_blocks is None:
             print(f"KV cache: {self.runner.cache_plan.why}", file=sys.stderr)
         cache_config = kv_cache_config(self.runner)
+        grammars = Grammars(self.model.tokenizer, model_config.vocab_size, eos_token_ids)
         self.engine = Engine(
             self.runner,
             cache_config,
             self.model.tokenizer,
             eos_token_ids=eos_token_ids,
+            grammars=grammars,
             enable_prefix_caching=self.config.enable_prefix_caching,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
             max_num_partial_prefills=self.config.max_num_partial_prefills,
@@ -118,6 +121,7 @@ class LLM:
             self.engine.scheduler.limits,
             eos_token_ids,
             runner_config.max_logprobs,
+            grammars,
         )
         recommended = self.model.generation_config if generation_config == "auto" else {}
         self._default_params = recommended_params(recommended)

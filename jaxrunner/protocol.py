@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Int32
 
 if TYPE_CHECKING:
     from jaxrunner.logprobs import LogprobsLists
@@ -79,6 +80,19 @@ class CachedRequestData:
 
 
 @dataclass(slots=True)
+class GrammarOutput:
+    """Allowed tokens of the requests with structured output that sample in a step.
+
+    Attributes:
+        structured_output_request_ids: whose each row is.
+        grammar_bitmask: bit b of word w speaks for token 32 w + b.
+    """
+
+    structured_output_request_ids: list[str]
+    grammar_bitmask: Int32[np.ndarray, "n V/32"]
+
+
+@dataclass(slots=True)
 class SchedulerOutput:
     """One step's plan, as differences against what the runner holds.
 
@@ -92,7 +106,7 @@ class SchedulerOutput:
         num_common_prefix_blocks: per cache group, leading blocks that all scheduled requests share.
         block_copies: per cache group, (source, destination) block ids to copy before the step (copy on write).
         new_block_ids_to_zero: per cache group, blocks to clear before the copies.
-        grammar_bitmask: structured output, carried.
+        grammar_bitmask: which tokens requests with structured output may sample in this step.
     """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
@@ -107,7 +121,7 @@ class SchedulerOutput:
     new_block_ids_to_zero: list[list[int]] = field(default_factory=list)
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
     free_encoder_mm_hashes: list[str] = field(default_factory=list)
-    grammar_bitmask: Any = None
+    grammar_bitmask: GrammarOutput | None = None
 
 
 @dataclass(slots=True)

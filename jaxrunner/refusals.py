@@ -7,7 +7,6 @@ from jaxrunner.sampling_params import SamplingParams
 
 # field of SamplingParams: is it used? (n, stop strings, truncation and text options are the front door's to serve.)
 _SAMPLING = {
-    "structured_outputs": lambda p: p.structured_outputs is not None,
     "logits_processors": lambda p: bool(p.logits_processors),
     "spaces_between_special_tokens": lambda p: not p.spaces_between_special_tokens,
     "extra_args": lambda p: bool(p.extra_args),
@@ -30,7 +29,6 @@ def refuse_unserved(so: SchedulerOutput) -> None:
         "scheduled_spec_decode_tokens": any(map(len, so.scheduled_spec_decode_tokens.values())),
         "scheduled_encoder_inputs": bool(so.scheduled_encoder_inputs),
         "free_encoder_mm_hashes": bool(so.free_encoder_mm_hashes),
-        "grammar_bitmask": so.grammar_bitmask is not None,
     }
     if names := [name for name, is_used in used.items() if is_used]:
         raise ValueError(f"SchedulerOutput fields {names} are not served yet: leave them empty")

@@ -25,6 +25,7 @@ from jaxrunner.compilation_cache import use_compilation_cache
 from jaxrunner.compilation_counter import CompilationCounter
 from jaxrunner.config import RunnerConfig
 from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, Compiled, StepExecutables
+from jaxrunner.grammar_masks import check_grammar_bitmask, grammar_uploads
 from jaxrunner.invariants import check_invariants
 from jaxrunner.kv_cache.allocate import KVCachePlan, abstract_caches, allocate_caches, plan_caches
 from jaxrunner.logprobs import ALL, check_logprobs, unpack_logprobs
@@ -232,6 +233,7 @@ class ModelRunner:
             if data.sampling_params is not None:
                 check_logprobs(data.sampling_params, self.config.max_logprobs, self.model_config.vocab_size)
         self._prompt_logprobs.check(scheduler_output)
+        check_grammar_bitmask(self.batch, scheduler_output)
         self._pooling.check(scheduler_output, self.model_config.hidden_size)
         edits = block_edits(scheduler_output, len(self.functions.groups), self.num_blocks)
         clock = time.perf_counter
@@ -260,7 +262,7 @@ class ModelRunner:
         record = None if recorder is None else recorder.begin(scheduler_output, inputs)
         dispatching, compilations = clock(), self.counter.compilations
         with segment("dispatch"):
-            outputs = self._dispatch(inputs, return_logits)
+            outputs = self._dispatch(scheduler_output, inputs, return_logits)
         dispatched = clock()
         if self.executables.warm:
             self.compilations += self.counter.compilations - compilations
@@ -277,11 +279,13 @@ class ModelRunner:
             }
         return self._pending
 
-    def _dispatch(self, inputs: StepInputs, return_logits: bool) -> DeviceOutputs:
+    def _dispatch(self, so: SchedulerOutput, inputs: StepInputs, return_logits: bool) -> DeviceOutputs:
         run, shape = self.executables, inputs.shape
         forward = run.forward(shape)
         head = run.head(shape.num_logits, return_logits=return_logits)
         self._upload_ahead(inputs)
+        for indices, masks in grammar_uploads(self.batch, so, run.mask_capacity, _PADDING_INDEX):
+            self.state = run.set_allowed()(self.state, indices, masks)
         hidden, head_inputs, self.kv_caches, self.state, all_hidden = forward(
             self.params, self.kv_caches, self.state, inputs.buffer
         )

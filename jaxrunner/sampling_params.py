@@ -9,6 +9,8 @@ from enum import Enum
 from operator import index
 from typing import Any, SupportsIndex
 
+from jaxrunner.structured_outputs import StructuredOutputsParams
+
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4e38  # what the device can hold
 MAX_SEQUENCES = 16384  # vLLM's bound for n
@@ -66,6 +68,7 @@ class SamplingParams:
         stop_token_ids: token ids that end the output.
         presence_penalty, frequency_penalty: taken off the logits of tokens of the output, once and for each time.
         repetition_penalty: divides positive logits of tokens of prompt and output, and multiplies negative ones.
+        structured_outputs: what the output must look like; a mapping becomes a StructuredOutputsParams.
         logit_bias: added to the logits of these token ids, at most 100 either way.
         allowed_token_ids: no other tokens.
         bad_words: texts that the output must not contain, each without and with a space in front. (As in vLLM their
@@ -102,7 +105,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -166,6 +169,8 @@ class SamplingParams:
             put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids is empty: no token could ever be sampled")
+        if self.structured_outputs is not None:
+            put("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.100}")

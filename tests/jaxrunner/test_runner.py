@@ -193,7 +193,6 @@ def test_unserved_request_fields_are_refused_by_name(runner: ModelRunner, change
         ("scheduled_spec_decode_tokens", {"x": [1]}),
         ("scheduled_encoder_inputs", {"x": [0]}),
         ("free_encoder_mm_hashes", ["h"]),
-        ("grammar_bitmask", np.zeros(1)),
     ],
 )
 def test_unserved_plan_fields_are_refused_by_name(runner: ModelRunner, field: str, value: object) -> None:

@@ -1,0 +1,167 @@
+"""Grammars of structured outputs: compiled by llguidance, followed token by token, asked for what may come next."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from jaxrunner.protocol import GrammarOutput, SchedulerOutput
+from jaxrunner.request import Request
+from jaxrunner.request_tables import pack_allowed
+from jaxrunner.structured_outputs import StructuredOutputsParams
+from models.tokenizer import Tokenizer
+
+# Where JSON allows whitespace: a space, or a line break with an indentation. Endless whitespace is valid JSON too, and
+# models that like it would write nothing else.
+_WHITESPACE = r"( |\r?\n[ \t]{0,8})"
+_COMPILED = 64  # grammars that are kept
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary.
+
+    The library's own tables of the vocabulary are made when the first grammar comes; that takes a second or two.
+
+    Args:
+        vocab_size: of the logits.
+        eos_token_ids: what may follow a complete text, and nothing else then.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._compiled = functools.lru_cache(_COMPILED)(self._compile)
+        self.executor = functools.cache(LLExecutor)
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Raises ValueError if the grammar can't be compiled, or nothing fits it."""
+        self._compiled(params)
+
+    def matcher(self, params: StructuredOutputsParams) -> LLMatcher:
+        """A follower of one sequence, at its beginning."""
+        return self._compiled(params).deep_copy()
+
+    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs need the model's tokenizer, and it has none")
+        if not self._eos:
+            raise ValueError("structured_outputs need an end-of-sequence token, and the model has none")
+        try:
+            grammar = _grammar(params)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs can't be compiled: {error}") from None
+        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._ll_tokenizer)
+        if failed:
+            raise ValueError(f"structured_outputs can't be compiled: {' '.join(messages)}")
+        matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
+        if not _may_begin(matcher, self._vocab_size):
+            raise ValueError("structured_outputs can't be met: no token can begin such a text")
+        return matcher
+
+    @functools.cached_property
+    def _ll_tokenizer(self) -> LLTokenizer:
+        assert self._tokenizer is not None
+        return LLTokenizer(
+            TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._eos)),
+            n_vocab=self._vocab_size,
+            eos_token=list(self._eos),
+        )
+
+
+class GrammarStates:
+    """Where each running sequence with a grammar stands in it."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        self._grammars = grammars
+        self._matchers: dict[str, tuple[Request, LLMatcher]] = {}
+
+    def add(self, request: Request) -> None:
+        """A sequence begins; nothing happens if it has no grammar."""
+        params = request.sampling_params.structured_outputs
+        if not isinstance(params, StructuredOutputsParams):
+            return
+        if self._grammars is None:
+            raise ValueError(f"request {request.request_id!r} has structured_outputs, and this engine has no tokenizer")
+        self._matchers[request.request_id] = request, self._grammars.matcher(params)
+
+    def remove(self, request_id: str) -> None:
+        self._matchers.pop(request_id, None)
+
+    def clear(self) -> None:
+        self._matchers.clear()
+
+    def masks(self, plan: SchedulerOutput) -> GrammarOutput | None:
+        """What may come next in each sequence that samples a token in this step; None if none has a grammar."""
+        if not self._matchers or self._grammars is None:
+            return None
+        scheduled = plan.num_scheduled_tokens
+        ids = [
+            request_id
+            for request_id, (request, _) in self._matchers.items()
+            if request.num_computed_tokens + scheduled.get(request_id, 0) >= request.num_tokens
+            and request_id in scheduled
+        ]
+        if not ids:
+            return None
+        size, eos = self._grammars._vocab_size, self._grammars._eos
+        mask = np.zeros((len(ids), -(-size // 32)), np.int32)
+        going_on = [(self._matchers[i][1], row) for row, i in enumerate(ids) if not self._matchers[i][1].is_stopped()]
+        if going_on:
+            fill_next_token_bitmask_par(self._grammars.executor(), going_on, mask)
+        for row, request_id in enumerate(ids):
+            request, matcher = self._matchers[request_id]
+            if matcher.is_error():
+                raise RuntimeError(f"the grammar of request {request_id!r} failed: {matcher.get_error()}")
+            if matcher.is_stopped():
+                mask[row] = pack_allowed(eos, size)
+            if (allowed := request.sampling_params.allowed_token_ids) is not None:
+                mask[row] &= pack_allowed(allowed, size)
+        return GrammarOutput(ids, mask)
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Takes in what was sampled."""
+        found = self._matchers.get(request_id)
+        if found is not None:
+            for token in token_ids:
+                if not found[1].is_stopped():
+                    found[1].consume_token(token)
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants to see one."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = eos[0], tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.special_token_ids = sorted(i for i in tokenizer.special_token_ids if i < vocab_size)
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _grammar(params: StructuredOutputsParams) -> str:
+    """The grammar in the library's own form."""
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        return grammar_from("choice", json.dumps(list(params.choice)))
+    if params.grammar is not None:
+        return grammar_from("grammar", params.grammar)
+    schema: str | Mapping[str, Any] = {"type": "object"} if params.json is None else params.json
+    whitespace = params.whitespace_pattern or _WHITESPACE
+    options = {"whitespace_flexible": False} if params.disable_any_whitespace else {"whitespace_pattern": whitespace}
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+
+
+def _may_begin(matcher: LLMatcher, vocab_size: int) -> bool:
+    mask: Int32[np.ndarray, "1 words"] = np.zeros((1, -(-vocab_size // 32)), np.int32)
+    start = matcher.deep_copy()
+    fill_next_token_bitmask_par(LLExecutor(), [(start, 0)], mask)
+    return bool(mask.any()) and not start.is_error()
