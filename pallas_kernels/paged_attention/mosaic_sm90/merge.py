@@ -1,0 +1,152 @@
+"""Merging the pieces of divided tiles: a second launch, of which all blocks but those of divided tiles end at once.
+
+A block has one divided tile and kv head; its warpgroups take turns with the tile's tokens. With results o_i of the
+pieces and L_i the log2 of their sums of exponentials, the tile's result is
+
+    sum_i 2^(L_i - max L) o_i / sum_i 2^(L_i - max L)
+
+It moves the pieces' results (float32, G * D for each token and piece) and nothing else; the pieces are at most two
+for each worker of the attention kernel, whatever the lengths.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float, Float32, Int32
+
+from pallas_kernels.paged_attention.mosaic_sm90 import work as w
+from pallas_kernels.paged_attention.mosaic_sm90.kernel import Partials, compiler_params
+from pallas_kernels.paged_attention.mosaic_sm90.plan import Plan
+from pallas_kernels.paged_attention.softmax import MASKED
+
+WARPGROUPS = 8
+THREADS = 128  # of a warpgroup
+AT_ONCE = 4  # pieces
+MOST = 512  # elements
+
+
+def merge(
+    out: Float[Array, "T Hkv G D"], partials: Partials, work: w.Work, interpret: plgpu.InterpretGPUParams | None
+) -> Float[Array, "T Hkv G D"]:
+    """`out` with the divided tiles' tokens filled in, in place."""
+    plan = work.plan
+    cuts_per_head, heads = plan.workers + 1, plan.num_kv_heads
+    size = partials.out.shape[-2] * plan.head_dim  # a multiple of THREADS
+    flat = partials.out.reshape(2, cuts_per_head, heads, plan.tokens_per_tile, size)
+    layout = _vector_layout(size // plan.head_dim, plan.head_dim)
+    result = jax.new_ref(out.reshape(plan.num_tokens, heads, plan.group * plan.head_dim))
+
+    def body(pieces: Any, log_sums: Any, tiles: Any, cuts: Any, result: Any, staging: Any) -> None:
+        cut, head, warpgroup = lax.axis_index("cut") + 1, lax.axis_index("head"), lax.axis_index("warpgroup")
+        later = cuts[cut, w.CUT_MERGES]
+
+        @pl.when(later > 0)
+        def _() -> None:
+            tile = cuts[cut, w.CUT_TILE]
+            first, length = tiles[tile, w.TOKEN], tiles[tile, w.LENGTH]
+
+            @pl.loop(0, lax.div(length - warpgroup + (WARPGROUPS - 1), jnp.int32(WARPGROUPS)))
+            def _(turn: Array) -> None:
+                token = turn * WARPGROUPS + warpgroup
+                place = _place(token, first, plan)
+                for part in range(0, size, layout.size):
+                    heads = range(part // plan.head_dim, min((part + layout.size) // plan.head_dim, plan.group))
+                    staging[warpgroup, pl.ds(part, layout.size)] = _merge_token(
+                        lambda kind, c, part=part: plgpu.load(
+                            pieces.at[kind, c, head, token, pl.ds(part, layout.size)], layout=layout.layout
+                        ),
+                        lambda kind, c, g: log_sums[kind, c, head, place.warpgroup, g * plan.box + place.row],
+                        cut, later, heads, plan, layout,
+                    ).astype(out.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    staging.at[warpgroup, pl.ds(0, plan.group * plan.head_dim)], result.at[first + token, head]
+                )
+                plgpu.wait_smem_to_gmem(0)
+
+    plgpu.kernel(
+        body,
+        out_type=(),
+        scratch_types=[plgpu.SMEM((WARPGROUPS, size), out.dtype)],
+        grid=(plan.workers - 1, heads),
+        grid_names=("cut", "head"),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        kernel_name="merge_attention_mosaic_sm90",
+        compiler_params=compiler_params(),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(flat, partials.log_sums, work.tiles, work.cuts, result)
+    return jax.freeze(result).reshape(out.shape)
+
+
+class _Vector(NamedTuple):
+    """How many elements are merged at once, and their layout."""
+
+    size: int
+    layout: Any
+
+
+def _vector_layout(heads: int, head_dim: int) -> _Vector:
+    """As many heads as divide those there are and make no more than MOST elements, and at least one a thread."""
+    sizes = [n * head_dim for n in range(1, heads + 1) if heads % n == 0]
+    size = max((s for s in sizes if s <= MOST and s % THREADS == 0), default=heads * head_dim)
+    a_thread = size // THREADS
+    return _Vector(size, plgpu.Layout.WG_STRIDED((size,), vec_size=min(4, a_thread & -a_thread)))
+
+
+class _Place(NamedTuple):
+    """Where the attention kernel had a tile's token: warpgroup, and row among those of one head."""
+
+    warpgroup: Int32[Array, ""]
+    row: Int32[Array, ""]
+
+
+def _place(token: Int32[Array, ""], first: Int32[Array, ""], plan: Plan) -> _Place:
+    warpgroup = lax.div(token, jnp.int32(plan.tokens_per_warpgroup))
+    first_of_warpgroup = first + warpgroup * plan.tokens_per_warpgroup
+    return _Place(warpgroup, first + token - jnp.minimum(first_of_warpgroup, plan.num_tokens - plan.box))
+
+
+def _merge_token(
+    piece: Callable[[Any, Array], Array],
+    log_sum: Callable[[Any, Array, int], Array],
+    cut: Int32[Array, ""],
+    later: Int32[Array, ""],
+    heads: range,
+    plan: Plan,
+    layout: _Vector,
+) -> Float32[Array, "size"]:
+    """Some heads of one token: a running weighted mean, every number of it as often as its head has elements."""
+    element = plgpu.broadcasted_iota(jnp.int32, (layout.size,), 0, layout=layout.layout)
+    head_of_element = element >> int(math.log2(plan.head_dim))
+
+    def log_sums(kind: int, c: Array, counts: Any = True) -> Array:
+        vector = plgpu.layout_cast(jnp.full((layout.size,), MASKED, jnp.float32), layout.layout)
+        for g in heads:
+            vector = jnp.where(head_of_element == g - heads.start, jnp.where(counts, log_sum(kind, c, g), MASKED), vector)
+        return vector
+
+    def more(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        # Several at once, so that their loads are under way together.
+        at_once = []
+        for j in range(AT_ONCE):
+            index = i * AT_ONCE + j
+            c = cut + jnp.minimum(index, later - 1)
+            at_once.append((piece(1, c), log_sums(1, c, index < later)))
+        acc, m, total = state
+        for o, log in at_once:
+            m_new = jnp.maximum(m, log)
+            shrink, weight = jnp.exp2(m - m_new), jnp.exp2(log - m_new)
+            acc, m, total = acc * shrink + o * weight, m_new, total * shrink + weight
+        return acc, m, total
+
+    ones = plgpu.layout_cast(jnp.ones((layout.size,), jnp.float32), layout.layout)
+    state = piece(0, cut), log_sums(0, cut), ones
+    acc, _, total = lax.fori_loop(0, lax.div(later + (AT_ONCE - 1), jnp.int32(AT_ONCE)), more, state)
+    return acc / total
