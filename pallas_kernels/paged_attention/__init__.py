@@ -12,12 +12,14 @@ from pallas_kernels.implementation import (
     choose_attention,
 )
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
+from pallas_kernels.paged_attention.mosaic_sm90 import MosaicSm90Attention
 from pallas_kernels.paged_attention.reference import ReferenceAttention
 from pallas_kernels.paged_attention.triton import TritonAttention
 
 # Best first: "auto" takes the first that does not refuse. The kernel made for a GPU comes before one that runs on many,
 # and the reference last.
 IMPLEMENTATIONS: tuple[AttentionImplementation, ...] = (
+    MosaicSm90Attention(),
     TritonAttention(),
     ReferenceAttention(),
 )

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import AttentionImplementation, AttentionLayer, GroupSpec
+from pallas_kernels.paged_attention.mosaic_sm90 import MosaicSm90Attention
 from pallas_kernels.paged_attention.reference import ReferenceAttention
 from pallas_kernels.paged_attention.triton import TritonAttention
 from tests.pallas_kernels.ragged import Batch, Shape
@@ -35,6 +37,12 @@ class Tested:
 
 
 TESTED = (
+    # As few workers as make them divide the keys of some requests, and a ring that every request goes around.
+    Tested(
+        MosaicSm90Attention(interpret=plgpu.InterpretGPUParams(detect_races=True), stages=2, workers=3),
+        examples=1,
+        seconds=300,
+    ),
     # As few programs as make it split the keys of some requests, and not of others.
     Tested(TritonAttention(interpret=True, most_programs=16)),
     Tested(ReferenceAttention(), platform="cpu", examples=10),

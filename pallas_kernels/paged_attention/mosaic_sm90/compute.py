@@ -38,7 +38,6 @@ class Piece(NamedTuple):
     zero: Int32[Array, ""]  # 0, unknown to the compiler: keeps what is indexed by it from being hoisted
 
 
-
 class Rows(NamedTuple):
     """This warpgroup's share of a tile: which of its 64 rows are whose.
 
@@ -106,8 +105,16 @@ def load_queries(q: Any, head: Int32[Array, ""], rows: Rows, buffers: Buffers, p
 
 
 def attend(
-    piece: Piece, rows: Rows, initial: tuple[Array, Array], first_slot: Array, buffers: Buffers, plan: Plan, scale: float,
-    soft_cap: float | None, dtype: Any, interpreted: bool,
+    piece: Piece,
+    rows: Rows,
+    initial: tuple[Array, Array],
+    first_slot: Array,
+    buffers: Buffers,
+    plan: Plan,
+    scale: float,
+    soft_cap: float | None,
+    dtype: Any,
+    interpreted: bool,
 ) -> Softmax:
     block, stages = plan.block_keys, jnp.int32(plan.stages)
     ahead = first_slot - piece.begin
@@ -178,9 +185,7 @@ def pass_tiles(piece: Piece, first_slot: Array, buffers: Buffers, plan: Plan) ->
         plgpu.barrier_arrive(buffers.values_free.at[slot])
 
 
-def first_maximum(
-    sinks: Any, head: Int32[Array, ""], piece: Piece, plan: Plan
-) -> tuple[Array, Array]:
+def first_maximum(sinks: Any, head: Int32[Array, ""], piece: Piece, plan: Plan) -> tuple[Array, Array]:
     """(m, sum) that the softmax starts with: nothing, or in the piece with the first keys the sinks, a score of theirs
     for each row."""
     m = plgpu.layout_cast(jnp.full((ROWS,), MASKED, jnp.float32), VECTOR)
@@ -205,8 +210,16 @@ def _iota(shape: tuple[int, ...], dimension: int, layout: Any) -> Array:
 
 
 def store_results(
-    state: Softmax, piece: Piece, rows: Rows, worker: Array, head: Array, warpgroup: Array, out: Any, partials: Any,
-    buffers: Buffers, plan: Plan,
+    state: Softmax,
+    piece: Piece,
+    rows: Rows,
+    worker: Array,
+    head: Array,
+    warpgroup: Array,
+    out: Any,
+    partials: Any,
+    buffers: Buffers,
+    plan: Plan,
 ) -> None:
     """A whole tile's results to `out`; those of a piece, with their sums, to `partials`."""
     is_whole = (piece.begin == 0) & (piece.end == piece.kv_tiles)
@@ -241,7 +254,9 @@ def _store_rows(result: Array, rows: Rows, place: Any, staging: Any, plan: Plan)
         plgpu.store(staging, part.astype(staging.dtype), optimized=False)
         plgpu.commit_smem()
 
-        def copy(token: Any, n: int, columns: Any = pl.ds(column, width)) -> None:
+        columns = pl.ds(column, width)
+
+        def copy(token: Any, n: int, columns: Any = columns) -> None:
             @pl.loop(0, plan.group)
             def _(g: Array) -> None:
                 source = staging.at[pl.ds(g * plan.box + token, n)]

@@ -1,13 +1,14 @@
 """The attention kernel for Hopper: bulk copies of pages, wgmma in both products, one warpgroup that only loads."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Float, Float32
 
 from pallas_kernels.metadata import KVCache
@@ -24,7 +25,6 @@ from pallas_kernels.paged_attention.mosaic_sm90.compute import (
 )
 from pallas_kernels.paged_attention.mosaic_sm90.loader import drain, load_piece
 from pallas_kernels.paged_attention.mosaic_sm90.plan import ROWS, Plan
-
 
 # A block has 65536 registers: 2 * 128 of the first and 128 of the second.
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
@@ -56,14 +56,14 @@ def attention(
     num_tokens, heads, group, head_dim = plan.num_tokens, plan.num_kv_heads, plan.group, plan.head_dim
     dtype = q.dtype
     divided = plan.workers > 1
-    inputs = [q.reshape(num_tokens, heads, group, head_dim), *cache, block_table, work.tiles, work.cuts]
+    inputs: list[Any] = [q.reshape(num_tokens, heads, group, head_dim), *cache, block_table, work.tiles, work.cuts]
     if sinks is not None:
         inputs.append(sinks.astype(jnp.float32).reshape(heads, group))
     outputs = [jax.ShapeDtypeStruct((num_tokens, heads, group, head_dim), dtype)]
     if divided:
         outputs += partial_shapes(plan)
 
-    def body(*refs: object) -> None:
+    def body(*refs: Any) -> None:
         q, k, v, table, tiles, cuts, *rest = refs
         sink = rest.pop(0) if sinks is not None else None
         out = rest.pop(0)
@@ -87,17 +87,28 @@ def attention(
             # Read anew whenever needed: only few registers are left in the loops over keys.
             first_tile, first_offset = cuts[worker, w.CUT_TILE], cuts[worker, w.CUT_OFFSET]
             last_tile, last_offset = cuts[worker + 1, w.CUT_TILE], cuts[worker + 1, w.CUT_OFFSET]
-            columns = (w.ROW, w.TOKEN, w.LENGTH, w.POSITION, w.FIRST_KEY, w.NUM_KEYS, w.KV_TILES, w.ZERO)
-            *facts, zero = [tiles[t, column] for column in columns]
+            row, token, length, position, first_key, num_keys, kv_tiles, zero = (
+                tiles[t, column]
+                for column in (w.ROW, w.TOKEN, w.LENGTH, w.POSITION, w.FIRST_KEY, w.NUM_KEYS, w.KV_TILES, w.ZERO)
+            )
             begin = jnp.where(t == first_tile, first_offset, 0)
-            return Piece(*facts, begin, jnp.where(t == last_tile, last_offset, facts[-1]), zero)
+            end = jnp.where(t == last_tile, last_offset, kv_tiles)
+            return Piece(row, token, length, position, first_key, num_keys, kv_tiles, begin, end, zero)
 
         @pl.when(warpgroup < plan.warpgroups)
         def _compute() -> None:
             if plan.warpgroups == 2:
                 plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            mine = [ref.at[warpgroup] for ref in (queries, staging, staging_f32, log_sums)]
-            buffers = Buffers(*mine, keys, values, queries_here.at[warpgroup], *barriers)
+            buffers = Buffers(
+                queries.at[warpgroup],
+                staging.at[warpgroup],
+                staging_f32.at[warpgroup],
+                log_sums.at[warpgroup],
+                keys,
+                values,
+                queries_here.at[warpgroup],
+                *barriers,
+            )
 
             def one(piece: Piece, count: Array) -> None:
                 rows = share(piece, warpgroup, plan)
@@ -106,10 +117,13 @@ def attention(
                 def _() -> None:
                     load_queries(q, head, rows, buffers, plan)
                     initial = first_maximum(sink, head, piece, plan)
-                    state = attend(piece, rows, initial, count, buffers, plan, scale, soft_cap, dtype, interpret is not None)
+                    state = attend(
+                        piece, rows, initial, count, buffers, plan, scale, soft_cap, dtype, interpret is not None
+                    )
                     store_results(state, piece, rows, worker, head, warpgroup, out, partials, buffers, plan)
 
                 if plan.warpgroups > 1:
+
                     @pl.when(rows.length == 0)
                     def _() -> None:
                         pass_tiles(piece, count, buffers, plan)
@@ -137,7 +151,7 @@ def attention(
         thread_name="warpgroup",
         kernel_name="paged_attention_mosaic_sm90",
         compiler_params=compiler_params(),
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )(*inputs)
     return results[0], Partials(*results[1:]) if divided else None
 
@@ -150,26 +164,25 @@ def compiler_params() -> plgpu.CompilerParams:
     )
 
 
-def partial_shapes(plan: Plan) -> Partials:
+def partial_shapes(plan: Plan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Of the fields of `Partials`."""
     group = plan.group + (plan.group * plan.head_dim % 128 != 0)  # what is loaded at once fills a warpgroup
     places = 2, plan.workers + 1, plan.num_kv_heads
-    return Partials(
+    return (
         jax.ShapeDtypeStruct((*places, plan.tokens_per_tile, group, plan.head_dim), jnp.float32),
         jax.ShapeDtypeStruct((*places, plan.warpgroups, ROWS), jnp.float32),
     )
 
 
-def _scratch(plan: Plan, dtype: object) -> list[object]:
-    swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+def _scratch(plan: Plan, dtype: DTypeLike) -> list[Any]:
+    swizzled: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     n, stages = plan.warpgroups, plan.stages
     ring = plgpu.SMEM((stages, plan.block_keys, plan.head_dim), dtype, transforms=swizzled)
     here = plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages)
     free = plgpu.Barrier(num_arrivals=n, num_barriers=stages)
     return [
         plgpu.SMEM((n, ROWS, plan.head_dim), dtype, transforms=swizzled),
-        plgpu.RefUnion(
-            plgpu.SMEM((n, ROWS, plan.staged), dtype), plgpu.SMEM((n, ROWS, plan.staged // 2), jnp.float32)
-        ),
+        plgpu.RefUnion(plgpu.SMEM((n, ROWS, plan.staged), dtype), plgpu.SMEM((n, ROWS, plan.staged // 2), jnp.float32)),
         plgpu.SMEM((n, ROWS), jnp.float32),
         ring,
         ring,

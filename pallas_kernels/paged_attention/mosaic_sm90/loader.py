@@ -13,8 +13,15 @@ from pallas_kernels.paged_attention.mosaic_sm90.plan import Plan
 
 
 def load_piece(
-    k: Any, v: Any, table: Any, head: Int32[Array, ""], piece: Piece, first_slot: Array, buffers: Buffers,
-    values_raw: Any, plan: Plan,
+    k: Any,
+    v: Any,
+    table: Any,
+    head: Int32[Array, ""],
+    piece: Piece,
+    first_slot: Array,
+    buffers: Buffers,
+    values_raw: Any,
+    plan: Plan,
 ) -> None:
     """The piece's K/V tiles, one bulk copy for each page and kv head.
 
@@ -35,7 +42,9 @@ def load_piece(
         for i in range(plan.copies):
             first = key + i * copied
             page = jnp.minimum(lax.div(first, jnp.int32(plan.block_size)), last_page)
-            places.append((table[piece.row, page], lax.rem(first, jnp.int32(plan.block_size)) if plan.copies == 1 else 0))
+            places.append(
+                (table[piece.row, page], lax.rem(first, jnp.int32(plan.block_size)) if plan.copies == 1 else 0)
+            )
 
         def copy(cache: Any, ring: Any, here: Any) -> None:
             for i, (page, offset) in enumerate(places):

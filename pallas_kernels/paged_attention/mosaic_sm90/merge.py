@@ -56,14 +56,17 @@ def merge(
                 token = turn * WARPGROUPS + warpgroup
                 place = _place(token, first, plan)
                 for part in range(0, size, layout.size):
-                    heads = range(part // plan.head_dim, min((part + layout.size) // plan.head_dim, plan.group))
-                    staging[warpgroup, pl.ds(part, layout.size)] = _merge_token(
-                        lambda kind, c, part=part: plgpu.load(
-                            pieces.at[kind, c, head, token, pl.ds(part, layout.size)], layout=layout.layout
-                        ),
-                        lambda kind, c, g: log_sums[kind, c, head, place.warpgroup, g * plan.box + place.row],
-                        cut, later, heads, plan, layout,
-                    ).astype(out.dtype)
+                    group = range(part // plan.head_dim, min((part + layout.size) // plan.head_dim, plan.group))
+                    elements = pl.ds(part, layout.size)
+
+                    def piece(kind: Any, c: Array, elements: Any = elements) -> Array:
+                        return plgpu.load(pieces.at[kind, c, head, token, elements], layout=layout.layout)
+
+                    def log_sum(kind: Any, c: Array, g: int) -> Array:
+                        return log_sums[kind, c, head, place.warpgroup, g * plan.box + place.row]
+
+                    merged = _merge_token(piece, log_sum, cut, later, group, plan, layout)
+                    staging[warpgroup, elements] = merged.astype(out.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     staging.at[warpgroup, pl.ds(0, plan.group * plan.head_dim)], result.at[first + token, head]
@@ -80,7 +83,7 @@ def merge(
         thread_name="warpgroup",
         kernel_name="merge_attention_mosaic_sm90",
         compiler_params=compiler_params(),
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )(flat, partials.log_sums, work.tiles, work.cuts, result)
     return jax.freeze(result).reshape(out.shape)
 
@@ -129,7 +132,9 @@ def _merge_token(
     def log_sums(kind: int, c: Array, counts: Any = True) -> Array:
         vector = plgpu.layout_cast(jnp.full((layout.size,), MASKED, jnp.float32), layout.layout)
         for g in heads:
-            vector = jnp.where(head_of_element == g - heads.start, jnp.where(counts, log_sum(kind, c, g), MASKED), vector)
+            vector = jnp.where(
+                head_of_element == g - heads.start, jnp.where(counts, log_sum(kind, c, g), MASKED), vector
+            )
         return vector
 
     def more(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -81,7 +81,16 @@ def _tiles(common: CommonAttentionMetadata, plan: Plan) -> Int32[Array, "tiles 8
     first = first // plan.copied_keys * plan.copied_keys
     is_padding = row == num_rows
     kv_tiles = jnp.where(is_padding, 0, (end - first + plan.block_keys - 1) // plan.block_keys)
-    columns = (jnp.minimum(row, num_rows - 1), starts[row] + offset, length, position, first, seq_len, kv_tiles, jnp.zeros_like(row))
+    columns = (
+        jnp.minimum(row, num_rows - 1),
+        starts[row] + offset,
+        length,
+        position,
+        first,
+        seq_len,
+        kv_tiles,
+        jnp.zeros_like(row),
+    )
     return jnp.where(exists[:, None], jnp.stack(columns, axis=1), 0)
 
 

@@ -1,0 +1,85 @@
+"""What there is to compile of the Hopper attention: each fact of a layer and a step varied from a common middle."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.configurations import TMA_LOADS, WGMMA, KernelConfiguration
+from pallas_kernels.implementation import AttentionLayer, GroupSpec
+from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
+from pallas_kernels.paged_attention.mosaic_sm90.attention import (
+    BLOCK_SIZES,
+    CAPABILITY,
+    GROUPS,
+    HEAD_DIMS,
+    MosaicSm90Attention,
+)
+
+NEEDS = frozenset({WGMMA, TMA_LOADS})
+# (tokens, rows) of a step: with one compute warpgroup, and with two.
+STEPS = {"decode": (64, 64), "mixed": (2048, 64)}
+MIDDLE: dict[str, Any] = {"d": 128, "g": 4, "b": 16, "dtype": "bfloat16"}
+VARIED: tuple[dict[str, Any], ...] = (
+    {},
+    *({"d": d} for d in HEAD_DIMS if d != 128),
+    *({"g": g} for g in GROUPS if g != 4),
+    *({"b": b} for b in BLOCK_SIZES if b != 16),
+    {"dtype": "float16"},
+    {"window": 1024},
+    {"soft_cap": 50.0},
+    {"sinks": True},
+    {"blocks": 2**20},  # a cache past 2**32 bytes
+    {"d": 256, "g": 2, "window": 512, "soft_cap": 50.0},  # as Gemma 2's and 3's
+    {"d": 64, "g": 8, "window": 128, "sinks": True},  # as GPT-OSS's
+    {"d": 256, "g": 8, "b": 64, "window": 512, "soft_cap": 50.0, "sinks": True, "dtype": "float16"},
+)
+IN_CI: tuple[dict[str, Any], ...] = ({}, {"d": 64, "g": 8, "window": 128, "sinks": True})
+
+
+def configurations() -> Iterator[KernelConfiguration]:
+    for step, (tokens, rows) in STEPS.items():
+        for varied in VARIED:
+            facts = MIDDLE | varied
+            options = [key for key in ("window", "soft_cap", "sinks", "blocks") if key in facts]
+            name = f"{step} d{facts['d']} g{facts['g']} b{facts['b']} {facts['dtype']}"
+            yield KernelConfiguration(
+                kernel="paged_attention",
+                implementation="mosaic_sm90",
+                config=" ".join([name, *("large cache" if key == "blocks" else key for key in options)]),
+                function=partial(_attend, _layer(facts)),
+                args=_arguments(facts, tokens, rows),
+                capabilities=(CAPABILITY,),
+                needs=NEEDS,
+                in_ci=varied in IN_CI,
+            )
+
+
+def _layer(facts: dict[str, Any]) -> AttentionLayer:
+    kv_heads, head_dim = max(8 // facts["g"], 1), facts["d"]
+    heads = facts["g"] * kv_heads
+    return AttentionLayer("", heads, kv_heads, head_dim, head_dim**-0.5, facts.get("window"), facts.get("soft_cap"))
+
+
+def _arguments(facts: dict[str, Any], tokens: int, rows: int) -> tuple[Any, ...]:
+    layer, block_size = _layer(facts), facts["b"]
+    blocks = facts.get("blocks", -(-(2**16) // block_size))
+    q = jax.ShapeDtypeStruct((tokens, layer.num_heads, layer.head_dim), facts["dtype"])
+    cache: Any = jax.ShapeDtypeStruct((blocks, block_size, layer.num_kv_heads, layer.head_dim), facts["dtype"])
+    of_step = [(rows + 1,), (rows,), (tokens,), (rows, max(4096 // block_size, 1)), (tokens,)]
+    ints = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in of_step)
+    sinks = (jax.ShapeDtypeStruct((layer.num_heads,), jnp.float32),) if facts.get("sinks") else ()
+    return q, KVCache(cache, cache), ints, *sinks
+
+
+def _attend(
+    layer: AttentionLayer, q: Array, cache: KVCache, of_step: tuple[Array, ...], sinks: Array | None = None
+) -> Array:
+    block_size = cache.k.shape[1]
+    common = CommonAttentionMetadata.make(*of_step, block_size=block_size)
+    implementation = MosaicSm90Attention()
+    built = implementation.build(common, GroupSpec(block_size, (layer,)))
+    return implementation.attend(q, cache, built, layer, sinks)
