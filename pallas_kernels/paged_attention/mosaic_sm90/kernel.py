@@ -26,8 +26,8 @@ from pallas_kernels.paged_attention.mosaic_sm90.compute import (
 from pallas_kernels.paged_attention.mosaic_sm90.loader import drain, load_piece
 from pallas_kernels.paged_attention.mosaic_sm90.plan import ROWS, Plan
 
-# A block has 65536 registers: 2 * 128 of the first and 128 of the second.
-COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
+# Of a thread, for two warpgroups that compute and one that loads; a block has 65536.
+REGISTERS = {64: (224, 64), 128: (224, 64), 256: (232, 40)}  # by head size
 
 
 class Partials(NamedTuple):
@@ -98,7 +98,7 @@ def attention(
         @pl.when(warpgroup < plan.warpgroups)
         def _compute() -> None:
             if plan.warpgroups == 2:
-                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+                plgpu.set_max_registers(REGISTERS[head_dim][0], action="increase")
             buffers = Buffers(
                 queries.at[warpgroup],
                 staging.at[warpgroup],
@@ -133,7 +133,7 @@ def attention(
         @pl.when(warpgroup == plan.warpgroups)
         def _load() -> None:
             if plan.warpgroups == 2:
-                plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+                plgpu.set_max_registers(REGISTERS[head_dim][1], action="decrease")
             buffers = Buffers(None, None, None, None, keys, values, None, *barriers)
 
             def one(piece: Piece, count: Array) -> None:
