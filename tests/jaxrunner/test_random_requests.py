@@ -83,6 +83,7 @@ def draw_params(draw: random.Random) -> dict:
     if draw.random() < 0.15:
         params["bad_words"] = [f"{draw.randrange(64) * 5}" for _ in range(2)]
     params["logprobs"] = draw.choice([None, None, None, 0, 3])
+    params["prompt_logprobs"] = draw.choice([None, None, None, None, 2])
     params["truncate_prompt_tokens"] = draw.choice([None, None, None, -1, 5])
     params["skip_reading_prefix_cache"] = draw.choice([None, None, None, True])
     return params
@@ -161,6 +162,8 @@ def check(spec: Spec, alone: RequestOutput) -> None:
     last = spec.told[-1]
     assert last.finished and not any(output.finished for output in spec.told[:-1])
     assert last.prompt_token_ids == alone.prompt_token_ids
+    if last.outputs[0].finish_reason != "abort":
+        assert last.prompt_logprobs == alone.prompt_logprobs
     for got, right in zip(last.outputs, alone.outputs, strict=True):
         if got.finish_reason == "abort":
             assert got.token_ids == right.token_ids[: len(got.token_ids)]

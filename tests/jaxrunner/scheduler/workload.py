@@ -99,11 +99,13 @@ class Workload:
         return output
 
     def _check_partial_prefills(self, output: SchedulerOutput) -> None:
+        if self.runner.tokens_per_step > 1:
+            return  # a decode of several tokens can be cut too, and that is no prompt
         requests = self.scheduler.requests
         remaining = {i: requests[i].num_tokens - requests[i].num_computed_tokens for i in output.num_scheduled_tokens}
         partial = [n for i, n in remaining.items() if output.num_scheduled_tokens[i] < n]
         config = self.config
-        if config.max_num_partial_prefills and self.runner.tokens_per_step == 1:
+        if config.max_num_partial_prefills:
             assert len(partial) <= config.max_num_partial_prefills
         if config.max_long_partial_prefills:
             long = [n for n in partial if n > config.long_prefill_token_threshold]
