@@ -87,10 +87,11 @@ def test_salts_keep_apart_and_the_same_salt_shares():
     assert [hit(m, list(range(9)), salt) for salt in ("b", None, "", "a")] == [0, 0, 0, 8]
 
 
-def test_prompt_logprobs_read_nothing_but_are_found():
+@pytest.mark.parametrize("params", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}])
+def test_some_read_nothing_but_are_found(params):
     m = manager()
     admit(m, request("a", list(range(9))))
-    assert admit(m, request("b", [*range(8), 7, 7, 7, 7], prompt_logprobs=1)) == 0
+    assert admit(m, request("b", [*range(8), 7, 7, 7, 7], **params)) == 0
     assert hit(m, [*range(8), 7, 7, 7, 7, 1]) == 12
 
 

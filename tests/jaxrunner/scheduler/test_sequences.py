@@ -78,6 +78,27 @@ def test_a_hold_is_given_up_before_anyone_loses_blocks(caching):
     work.run()
 
 
+def test_a_hold_is_given_up_before_anyone_loses_blocks_that_it_uses():
+    """Five blocks: one sequence of 20 tokens needs them all, while the shared prompt still waits for another one."""
+    work = Workload(num_blocks=6, max_num_seqs=1, caching=False)
+    leader = work.add("a", [1] * 12, max_tokens=1)
+    for name, max_tokens in [("1_a", 9), ("2_a", 2)]:
+        work.add(name, [1] * 12, max_tokens=max_tokens, ignore_eos=True, leader=leader)
+    work.step()
+    work.step()
+    assert work.manager.holds and list(work.alive) == ["1_a", "2_a"]
+    work.run()
+    assert work.scheduler.num_preemptions == 0
+    assert work.manager.stats.branches == 1  # the third computed the prompt for itself
+
+
+def test_a_hold_does_not_hide_what_all_share():
+    work = four(9, max_num_seqs=2)
+    work.step()
+    assert work.step().num_common_prefix_blocks == [2] and work.manager.holds
+    work.run()
+
+
 def test_an_aborted_leader_frees_those_that_wait_for_it():
     for when in ("before", "between", "after"):
         work = four(12, max_num_batched_tokens=8)
@@ -115,13 +136,15 @@ def test_sequences_end_while_they_wait():
 
 def test_nobody_branches_off_what_was_computed_before_a_reset():
     for after_steps in (1, 2):
-        work = four(12, max_num_batched_tokens=8)
-        for _ in range(after_steps):
-            work.step()
-        work.reset_prefix_cache()  # the fake runner's weights change, and it refuses what the old ones computed
-        work.abort("a")
-        work.run()
-        assert work.manager.stats.branches == 0
+        for aborted in (True, False):
+            work = four(12, max_num_batched_tokens=8)
+            for _ in range(after_steps):
+                work.step()
+            work.reset_prefix_cache()  # the fake runner's weights change, and it refuses what the old ones computed
+            if aborted:
+                work.abort("a")
+            work.run()
+            assert work.manager.stats.branches == 0
 
 
 def test_a_salted_prompt_is_shared_between_its_sequences():
