@@ -346,7 +346,7 @@ class ModelRunner:
         times.record += recorded - arrived
         if self.recorder is not None and (record := pending._record) is not None:
             segments = {"wait": arrived - start, "record": recorded - arrived}
-            self.recorder.finish(record, tokens, record.segments | segments)
+            self.recorder.finish(record, tokens, {**record.segments, **segments})
         result = ModelRunnerOutput(
             req_ids=inputs.req_ids.copy(),
             req_id_to_index=inputs.names.req_id_to_index.copy(),

@@ -6,7 +6,9 @@ host believes.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -92,14 +94,14 @@ class StepRecord:
     plan: SchedulerOutput
     mode: str = ""
     live: Int32[np.ndarray, "size"] | None = None  # the very memory that the step reads
-    buffer: Int32[np.ndarray, "size"] | None = None  # its copy, taken before the step began
+    buffer: bytes | None = None  # its copy, taken before the step began
     layout: StepLayout | None = None
     shape: StepShape | None = None
-    req_ids: list[str] = field(default_factory=list)
-    overflow: list[Any] = field(default_factory=list)
+    req_ids: Sequence[str] = ()
+    overflow: Sequence[Any] = ()
     intact: bool = True
-    sampled: list[list[int]] = field(default_factory=list)
-    segments: dict[str, float] = field(default_factory=dict)  # seconds
+    sampled: Sequence[list[int]] = ()
+    segments: Mapping[str, float] = MappingProxyType({})  # seconds
 
 
 class _ShadowTable:
@@ -142,11 +144,11 @@ class Encoder:
         """A step as plain lists and numbers; ``jaxrunner.trace.format`` lists the keys."""
         step = self._step
         self._step += 1
-        line: dict[str, Any] = {"step": step, "req_ids": record.req_ids}
+        line: dict[str, Any] = {"step": step, "req_ids": list(record.req_ids)}
         if record.buffer is not None:
             line |= self._arrays(record)
         line |= {
-            "sampled": record.sampled,
+            "sampled": list(record.sampled),
             "buffer_intact": record.intact,
             "times_us": {name: round(seconds * 1e6, 1) for name, seconds in record.segments.items()},
             "plan": plan_to_json(record.plan),
@@ -154,12 +156,15 @@ class Encoder:
         return line
 
     def _arrays(self, record: StepRecord) -> dict[str, Any]:
-        layout, shape, buffer = record.layout, record.shape, record.buffer
-        assert layout is not None and shape is not None and buffer is not None
+        layout, shape = record.layout, record.shape
+        assert layout is not None and shape is not None and record.buffer is not None
+        buffer = np.frombuffer(record.buffer, np.int32)
         views = {name: buffer[at : at + n] for name, (at, n) in layout.fields.items()}
         views["buffer"] = buffer
         self._take_tables(record, views)
-        inputs = _RecordedInputs(layout, shape, views, record.req_ids, self._tables, self.geometry.token_row_stride)
+        inputs = _RecordedInputs(
+            layout, shape, views, list(record.req_ids), self._tables, self.geometry.token_row_stride
+        )
         groups = range(len(self._tables))
         block_rows, lengths = zip(*(_trimmed(inputs.block_table(g)) for g in groups), strict=True)
         return {

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import queue
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
-
-import numpy as np
 
 from jaxrunner.batch import StepInputs
 from jaxrunner.protocol import SchedulerOutput
@@ -20,6 +19,7 @@ from jaxrunner.trace.format import FORMAT, VERSION, commit, versions
 from jaxrunner.trace.plan_json import snapshot
 
 _RESET, _END = object(), object()
+_PAUSE = 0.02  # seconds between two looks at the queue: waking the writer at every step would cost the step thread more
 
 
 class Recorder(ABC):
@@ -29,7 +29,7 @@ class Recorder(ABC):
         """To be called when the upload is packed and before the step reads it. inputs: None if nothing is scheduled."""
         record = StepRecord(snapshot(scheduler_output))
         if inputs is not None:
-            record.live, record.buffer = inputs.buffer, inputs.buffer.copy()
+            record.live, record.buffer = inputs.buffer, inputs.buffer.tobytes()
             record.layout, record.shape = inputs.layout, inputs.shape
             record.mode = inputs.shape.mode.name
             record.req_ids, record.overflow = inputs.req_ids, inputs.overflow
@@ -37,8 +37,8 @@ class Recorder(ABC):
 
     def finish(self, record: StepRecord, sampled: list[list[int]], segments: dict[str, float]) -> None:
         """To be called when the step's tokens are on the host."""
-        if record.live is not None and record.buffer is not None:
-            record.intact = bool(np.array_equal(record.live, record.buffer))
+        if record.live is not None:
+            record.intact = record.live.tobytes() == record.buffer
             record.live = None  # the ring writes it again
         record.sampled, record.segments = sampled, segments
         self._take(record)
@@ -87,7 +87,7 @@ class StepRecorder(Recorder):
         header = {"format": FORMAT, "version": VERSION, "geometry": geometry.as_json(), "config": {}, "model": None}
         header |= {"device": None, **(about or {}), "versions": versions(), "commit": commit()}
         file.write(json.dumps(header) + "\n")
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue: deque[Any] = deque()
         self._failure: list[BaseException] = []
         # A daemon, and no reference to self: a recorder that is dropped, or left open at exit, still ends its file.
         self._thread = threading.Thread(
@@ -102,15 +102,22 @@ class StepRecorder(Recorder):
         return super().begin(scheduler_output, inputs)
 
     def reset(self) -> None:
-        self._queue.put(_RESET)
+        self._queue.append(_RESET)
 
     def _take(self, record: StepRecord) -> None:
-        self._queue.put(record)
+        self._queue.append(record)
 
 
-def _write(records: queue.SimpleQueue[Any], encoder: Encoder, file: IO[str], failure: list[BaseException]) -> None:
+def _write(records: deque[Any], encoder: Encoder, file: IO[str], failure: list[BaseException]) -> None:
     with file:
-        while (record := records.get()) is not _END:
+        while True:
+            if not records:
+                file.flush()
+                time.sleep(_PAUSE)
+                continue
+            record = records.popleft()
+            if record is _END:
+                return
             if failure:
                 continue
             try:
@@ -120,12 +127,10 @@ def _write(records: queue.SimpleQueue[Any], encoder: Encoder, file: IO[str], fai
                 else:
                     line = encoder.line(record)
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
-                if records.empty():
-                    file.flush()
             except BaseException as error:  # told to the step thread at its next step
                 failure.append(error)
 
 
-def _end(records: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
-    records.put(_END)
+def _end(records: deque[Any], thread: threading.Thread) -> None:
+    records.append(_END)
     thread.join()

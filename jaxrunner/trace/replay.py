@@ -106,7 +106,7 @@ class HostStepper:
             mode = ExecutionMode[recorded["mode"]]
             shape = StepShape(bucket["tokens"], bucket["requests"], bucket["logits_rows"], mode, bucket["uniform"])
             inputs = prepare_inputs(self._batch, plan, _shapes_of(g, shape), shape=shape)
-            record.buffer, record.layout, record.shape = inputs.buffer, inputs.layout, inputs.shape
+            record.buffer, record.layout, record.shape = inputs.buffer.tobytes(), inputs.layout, inputs.shape
             record.req_ids, record.overflow = inputs.req_ids, inputs.overflow
             sampled = recorded["sampled"]
             width = max(map(len, sampled), default=0) or 1

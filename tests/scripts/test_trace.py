@@ -59,3 +59,11 @@ def test_it_runs_as_a_script_and_says_what_is_missing(tmp_path: Path):
         [sys.executable, str(SCRIPT), "check", str(tmp_path / "none.jsonl")], capture_output=True, text=True
     )
     assert done.returncode == 2 and "there is no trace" in done.stderr
+
+
+def test_the_cost_of_recording_is_measured(capsys: pytest.CaptureFixture[str]):
+    from scripts import bench_trace
+
+    assert bench_trace.main(["--reqs", "2,4", "--steps", "10", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["host"]
+    assert [row["reqs"] for row in rows] == [2, 4] and all(row["recording_us"] > 0 for row in rows)
