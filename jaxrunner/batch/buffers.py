@@ -36,10 +36,15 @@ ROW_FIELDS = ("idx_mapping", "num_computed", "num_known", "num_prompt", "num_dra
 """The layout's fields of one number a row. They lie one behind the other, so that one copy fills them."""
 
 _UPDATE_FIELDS = ("update_group", "update_cell", "update_value")
+_PAST_EVERY_TABLE = np.iinfo(np.int32).max  # a scatter drops it
+_PADDING_UPDATE = np.array([[0], [_PAST_EVERY_TABLE], [0]], np.int32)
 
 
 class LayoutViews(StepViews):
     """The fields of one layout in one buffer, by name, and those that are written together, as one array.
+
+    What lies behind a step's numbers is padding, as ``StepLayout`` says. It is kept from step to step: only what the
+    last step wrote and this one doesn't has to be cleared.
 
     Attributes:
         rows: [len(ROW_FIELDS), R].
@@ -55,6 +60,29 @@ class LayoutViews(StepViews):
         self.token_ids = self["token_ids"]
         self.rows = self._together(layout, ROW_FIELDS)
         self.updates = self._together(layout, _UPDATE_FIELDS)
+        self.forget()
+
+    def forget(self) -> None:
+        """Another layout has written to this memory."""
+        layout = self.layout
+        self._used = layout.num_reqs, layout.num_tokens, layout.num_logits, layout.num_updates
+        self._last_start = -1
+
+    def pad(self, rows: int, tokens: int, logits: int, updates: int, scratch_index: int) -> None:
+        """The padding behind a step of so many rows, tokens, logits rows and updates."""
+        last_rows, last_tokens, last_logits, last_updates = self._used
+        if rows < last_rows:
+            self.rows[:, rows:last_rows] = 0
+            self.rows[0, rows:last_rows] = scratch_index
+        if rows < last_rows or tokens != self._last_start:
+            self.query_start_loc[rows + 1 :] = self._last_start = tokens
+        if tokens < last_tokens:
+            self.token_ids[tokens:last_tokens] = 0
+        if logits < last_logits:
+            self.logits_indices[logits:last_logits] = 0
+        if updates < last_updates:
+            self.updates[:, updates:last_updates] = _PADDING_UPDATE
+        self._used = rows, tokens, logits, updates
 
     def _together(self, layout: StepLayout, names: tuple[str, ...]) -> Int32[np.ndarray, "fields n"]:
         start, length = layout.fields[names[0]]
@@ -82,6 +110,7 @@ class StepBuffer:
             if len(self._views) >= self._MOST_LAYOUTS:
                 self._views.clear()
             found = self._views[layout] = LayoutViews(self.memory, layout)
+        found.forget()
         self._last = found
         return found
 

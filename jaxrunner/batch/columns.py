@@ -35,6 +35,10 @@ class Column:
     valid: str | None = None
 
 
+FIRST_COLUMNS = ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_draft_tokens", "sampling_flags")
+"""The columns that are declared first, of one int32 each; the sampling record follows them."""
+
+
 def declared_columns(max_model_len: int, num_speculative_tokens: int) -> tuple[Column, ...]:
     """All columns but the block tables (which have operations of their own, ``batch.block_table``)."""
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import compress
@@ -12,7 +13,7 @@ from jaxtyping import Int32, Int64
 from jaxrunner.batch.block_owners import BlockOwners
 from jaxrunner.batch.block_table import MultiGroupBlockTable
 from jaxrunner.batch.buffers import ROW_FIELDS
-from jaxrunner.batch.columns import ColumnTable, declared_columns
+from jaxrunner.batch.columns import FIRST_COLUMNS, ColumnTable, declared_columns
 from jaxrunner.batch.packing import Scratch
 from jaxrunner.batch.request_state import NO_INDEX, CachedRequestState
 from jaxrunner.batch.rows import NO_ROW, RowOrder
@@ -21,6 +22,7 @@ from jaxrunner.sampling_columns import NEEDS_TABLES, RECORD_WORDS, RecordWriter,
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.shapes import StepLayout, StepShape, StepShapes
 
+_FIRST_WORDS = struct.Struct(f"{len(FIRST_COLUMNS)}i")
 _DEFAULT_PARAMS = SamplingParams(temperature=0.0)
 
 
@@ -98,6 +100,8 @@ class InputBatch:
         self.token_row_stride = self.token_ids.shape[1]
         self._min_length = self.columns["sampling_record"][:, column_offset("min_length")]
         self._records = RecordWriter(self.record_of, seed)
+        self._last_words = self.columns.fill[len(FIRST_COLUMNS) + RECORD_WORDS :].tobytes()
+        self.table_sizes = TableSizes(max_num_reqs, max_model_len, vocab_size)
         self.table_sizes = TableSizes(max_num_reqs, max_model_len, vocab_size)
         at = self.columns.offsets
         self._num_tokens_at, self._num_prompt_at = at["num_tokens"], at["num_prompt_tokens"]
@@ -144,10 +148,14 @@ class InputBatch:
     def refresh_metadata(self) -> None:
         """To be called when rows have moved: refreshes what is derived from their order."""
         n = self.num_reqs
-        self.row_indices: Int64[np.ndarray, "n"] = self.idx_mapping[:n].astype(np.intp)
+        scheduled = self.scheduled_indices
+        self.scheduled_rows: Int64[np.ndarray, "n"] = self.row_of_index[scheduled]
+        in_order = self.scheduled_rows == self.ascending[: len(scheduled)]
+        self.rows_in_order = np.count_nonzero(in_order) == len(scheduled) == n
+        self.row_indices: Int64[np.ndarray, "n"] = (
+            scheduled if self.rows_in_order else self.idx_mapping[:n].astype(np.intp)
+        )
         self.row_starts: Int64[np.ndarray, "n"] = self.row_indices * self.token_row_stride  # in the flat token table
-        self.scheduled_rows: Int64[np.ndarray, "n"] = self.row_of_index[self.scheduled_indices]
-        self.rows_in_order = not np.count_nonzero(self.scheduled_rows != self.ascending[: len(self.scheduled_rows)])
         self.num_prompt[:n] = self.columns["num_prompt_tokens"][self.row_indices]
         self.row_flags = int(np.bitwise_or.reduce(self.columns["sampling_flags"][self.row_indices]))
         # Tokens before which rows may not stop, if any request at all has such a bound.
@@ -212,13 +220,12 @@ class InputBatch:
         """What the int32 columns will hold of requests that enter with these tokens; ValueError for parameters that
         the device cannot hold. Changes nothing.
         """
-        words = np.empty((len(states), self.columns.words), np.int32)
-        words[:] = self.columns.fill
-        for row, state, tokens in zip(words, states, token_ids, strict=True):
+        parts: list[bytes] = []
+        for state, tokens in zip(states, token_ids, strict=True):
             prompt = state.num_prompt_tokens
-            row[self._flags_at] = self._records.write(row[self._record_at], state.req_id, state.sampling_params, prompt)
-            row[self._num_tokens_at], row[self._num_prompt_at] = len(tokens), prompt
-        return words
+            record, flags = self._records.write(state.req_id, state.sampling_params, prompt)
+            parts += (_FIRST_WORDS.pack(len(tokens), prompt, 0, 0, flags), record, self._last_words)
+        return np.frombuffer(b"".join(parts), np.int32).reshape(len(states), self.columns.words)
 
     def enter(
         self,

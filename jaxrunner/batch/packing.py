@@ -28,12 +28,11 @@ def pack(out: Int32[np.ndarray, "size"], values: Sequence[int], at: int = 0) -> 
     return out[at : at + n]
 
 
-def pack_indices(values: Sequence[int]) -> Int64[np.ndarray, "n"]:
-    """``values`` as an array to index with."""
+def pack_indices(out: Int64[np.ndarray, "size"], values: Sequence[int]) -> Int64[np.ndarray, "n"]:
+    """As ``pack``, for an array to index with."""
     n = len(values)
-    out = np.empty(n, np.int64)
     _index_packer(n)(out, 0, *values)
-    return out
+    return out[:n]
 
 
 @cache

@@ -7,15 +7,12 @@ import struct
 import numpy as np
 from jaxtyping import Int32
 
-from jaxrunner.batch.buffers import ROW_FIELDS, BufferRing, LayoutViews, StepBuffer
+from jaxrunner.batch.buffers import BufferRing, LayoutViews, StepBuffer
 from jaxrunner.batch.input_batch import InputBatch
 from jaxrunner.batch.step_inputs import StepInputs, TableUpdates
 from jaxrunner.protocol import SchedulerOutput
 from jaxrunner.shapes import StepLayout, StepShape, StepShapes, is_uniform_decode
 
-_PAST_EVERY_TABLE = np.iinfo(np.int32).max  # a scatter drops it
-_PADDING_UPDATE = np.array([[0], [_PAST_EVERY_TABLE], [0]], np.int32)
-_NO_ROW_FIELDS = np.zeros((len(ROW_FIELDS), 1), np.int32)
 _HEADER = struct.Struct("4i")  # num_reqs, num_tokens, num_logits, flags
 
 
@@ -50,10 +47,11 @@ def prepare_inputs(
     inputs = StepInputs(batch, layout, shape, views)
 
     _HEADER.pack_into(views.buffer, 0, n, t, num_logits, batch.flags)
-    _write_rows(batch, views, n, t)
+    _write_rows(batch, views, n)
     _write_tokens(batch, views, n, t)
     _write_logits_indices(batch, views, inputs, n, num_logits)
-    inputs.overflow = commit_block_table(batch, views)
+    num_updates, inputs.overflow = commit_block_table(batch, views)
+    views.pad(n, t, num_logits, num_updates, batch.max_num_reqs)
     inputs.entered = batch.take_entered()
     return inputs
 
@@ -77,7 +75,7 @@ def _is_uniform(batch: InputBatch, n: int, query_len: int) -> bool:
     return is_uniform_decode((batch.scheduled_each,), (prefilling,), query_len)
 
 
-def _write_rows(batch: InputBatch, views: LayoutViews, n: int, t: int) -> None:
+def _write_rows(batch: InputBatch, views: LayoutViews, n: int) -> None:
     starts, each = views.query_start_loc, batch.scheduled_each
     if each == 1:
         starts[: n + 1] = batch.ascending32[: n + 1]
@@ -86,12 +84,7 @@ def _write_rows(batch: InputBatch, views: LayoutViews, n: int, t: int) -> None:
     else:
         starts[0] = 0
         batch.num_scheduled[:n].cumsum(out=starts[1 : n + 1])
-    rows = views.rows
-    rows[:, :n] = batch.row_fields[:, :n]
-    if n < rows.shape[1]:
-        starts[n + 1 :] = t
-        rows[:, n:] = _NO_ROW_FIELDS
-        rows[0, n:] = batch.max_num_reqs  # the scratch index
+    views.rows[:, :n] = batch.row_fields[:, :n]
 
 
 def _write_tokens(batch: InputBatch, views: LayoutViews, n: int, t: int) -> None:
@@ -103,10 +96,9 @@ def _write_tokens(batch: InputBatch, views: LayoutViews, n: int, t: int) -> None
     else:
         cells = (first - views.query_start_loc[:n]).repeat(batch.num_scheduled[:n])
         cells += batch.ascending[:t]
-    tokens = views.token_ids
-    batch.flat_token_ids.take(cells, out=tokens[:t], mode="clip")  # clip: all are inside, no second look at bounds
-    if t < len(tokens):
-        tokens[t:] = 0
+    batch.flat_token_ids.take(
+        cells, out=views.token_ids[:t], mode="clip"
+    )  # clip: all are inside, no second look at bounds
 
 
 def _write_logits_indices(batch: InputBatch, views: LayoutViews, inputs: StepInputs, n: int, num_logits: int) -> None:
@@ -117,15 +109,13 @@ def _write_logits_indices(batch: InputBatch, views: LayoutViews, inputs: StepInp
         out[:num_logits] = inputs.spec_decode_metadata.logits_indices
     else:
         np.subtract(views.query_start_loc[1 : n + 1], 1, out=out[:n])
-    if num_logits < len(out):
-        out[num_logits:] = 0
 
 
-def commit_block_table(batch: InputBatch, views: LayoutViews) -> list[TableUpdates]:
+def commit_block_table(batch: InputBatch, views: LayoutViews) -> tuple[int, list[TableUpdates]]:
     """The one seam for tables: cells changed since the last step go into the upload.
 
     Returns:
-        What did not fit, and has to go ahead of it.
+        How many cells that were, and those that did not fit: they have to go ahead of it.
     """
     ahead: list[TableUpdates] = []
     updates, at, room = views.updates, 0, views.layout.num_updates
@@ -140,5 +130,4 @@ def commit_block_table(batch: InputBatch, views: LayoutViews) -> list[TableUpdat
         end = at + len(cells)
         updates[0, at:end], updates[1, at:end], updates[2, at:end] = group, cells, values
         at = end
-    updates[:, at:] = _PADDING_UPDATE
-    return ahead
+    return at, ahead

@@ -58,6 +58,7 @@ class StepPlan:
         ids: request of each position; the first ``num_cached`` are cached, the others new.
         changed: the requests or their order differ from the last step's, or somebody left.
         indices: request index of each cached request, NO_INDEX for one that was preempted earlier.
+        all_indices: the same array, with room for the new ones behind.
         returning: positions of the cached requests that get an index in this step.
         leaving: request indices that are given up: of finished, preempted and resumed requests.
         each: tokens scheduled for every request if that is one number, else 0.
@@ -73,6 +74,7 @@ class StepPlan:
     """
 
     __slots__ = (
+        "all_indices",
         "blocks", "changed", "computed", "counts", "drafts", "each", "growing", "ids", "in_order", "indices", "leaving",
         "num_cached", "outputs", "returning", "staged", "states", "tokens", "words",
     )  # fmt: skip
@@ -81,6 +83,7 @@ class StepPlan:
     num_cached: int
     changed: bool
     indices: Int64[np.ndarray, "k"]
+    all_indices: Int64[np.ndarray, "n"]
     returning: Int64[np.ndarray, "r"]
     leaving: list[int]
     each: int
@@ -140,7 +143,8 @@ def read_plan(batch: InputBatch, so: SchedulerOutput) -> StepPlan:
 def _read_members(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
     cached, new, index_of = so.scheduled_cached_reqs, so.scheduled_new_reqs, batch.index_of
     plan.ids = cached.req_ids + [data.req_id for data in new] if new else cached.req_ids.copy()
-    indices = pack_indices(lookup(index_of, cached.req_ids))
+    plan.all_indices = np.empty(len(plan.ids), np.intp)
+    indices = pack_indices(plan.all_indices, lookup(index_of, cached.req_ids))
     leaving = {index_of.get(r, NO_INDEX) for r in so.finished_req_ids}
     leaving.update([index_of.get(r, NO_INDEX) for r in chain(so.preempted_req_ids, cached.resumed_req_ids)])
     leaving.discard(NO_INDEX)
@@ -225,7 +229,7 @@ def _read_blocks(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None
     if len(plan.ids) > k:
         positions += range(k, len(plan.ids))
         brought += [data.block_ids for data in so.scheduled_new_reqs]
-    plan.growing = pack_indices(positions)
+    plan.growing = pack_indices(np.empty(len(positions), np.intp), positions)
     groups = list(zip(*brought, strict=True)) if len(batch.block_table) > 1 else [[ids for (ids,) in brought]]
     if brought and len(groups) != len(batch.block_table):
         raise ValueError("cache groups")
@@ -233,12 +237,10 @@ def _read_blocks(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None
 
 
 def _flat(lists: Sequence[Sequence[int]], ratio: int) -> NewBlocks:
-    lengths = None
-    try:
-        ids = [block for (block,) in lists]  # a decode gets one
-    except ValueError:
-        lengths = list(map(len, lists))
-        ids = list(chain.from_iterable(lists))
+    counts = list(map(len, lists))
+    single = counts.count(1) == len(lists)  # a decode gets one
+    ids = [block for (block,) in lists] if single else list(chain.from_iterable(lists))
+    lengths = None if single else counts
     flat = pack(np.empty(len(ids), np.int32), ids)
     if ratio > 1:
         lengths = [ratio * n for n in lengths] if lengths else [ratio] * len(lists)
@@ -255,7 +257,8 @@ def _read_drafts(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> Draf
         each = counts[0] if counts.count(counts[0]) == len(ids) else 0
     else:
         position = {req_id: i for i, req_id in enumerate(ids)}
-        positions, each = pack_indices(lookup(position, list(drafts))), 0
+        found = lookup(position, list(drafts))
+        positions, each = pack_indices(np.empty(len(found), np.intp), found), 0
     tokens = list(chain.from_iterable(lists))
     if not tokens:
         return None

@@ -68,7 +68,8 @@ def _settle_rows(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None
         rows.take(new)
     rows.condense()
     batch.scheduled_ids = plan.ids
-    batch.scheduled_indices = np.concatenate((indices, new)) if new else indices
+    plan.all_indices[plan.num_cached :] = new
+    batch.scheduled_indices = plan.all_indices
     batch.refresh_metadata()
 
 
