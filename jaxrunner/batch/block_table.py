@@ -125,16 +125,17 @@ class BlockTable:
         self, block_ids: Int32[np.ndarray, "m"], lengths: Sequence[int], rows: Sequence[int]
     ) -> Int64[np.ndarray, "m"]:
         """As ``_append_many``, row by row: faster while they are few."""
-        for row, length in zip(rows, lengths, strict=True):
-            if self.num_blocks[row] + length > self.width:
-                self._refuse(row, int(self.num_blocks[row]) + length)
+        starts = self.num_blocks[rows].tolist()
+        for row, start, length in zip(rows, starts, lengths, strict=True):
+            if start + length > self.width:
+                self._refuse(row, start + length)
         cells, at = np.empty(len(block_ids), np.intp), 0
-        for row, length in zip(rows, lengths, strict=True):
-            start = int(self.num_blocks[row])
-            cell, self.num_blocks[row] = row * self.width + start, start + length
-            self._flat[cell : cell + length] = block_ids[at : at + length]
-            cells[at : at + length] = np.arange(cell, cell + length)
-            at += length
+        for row, start, length in zip(rows, starts, lengths, strict=True):
+            cell, end = row * self.width + start, at + length
+            self._flat[cell : cell + length] = block_ids[at:end]
+            cells[at:end] = np.arange(cell, cell + length)
+            self.num_blocks[row] = start + length
+            at = end
         return cells
 
     def _refuse(self, row: int, count: int) -> NoReturn:
@@ -150,8 +151,12 @@ class BlockTable:
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         """``clear_row`` for several."""
-        self.table[rows] = NULL_BLOCK_ID
-        self.num_blocks[rows] = 0
+        if len(rows) <= _FEW:
+            for row in rows:
+                self.clear_row(row)
+        else:
+            self.table[rows] = NULL_BLOCK_ID
+            self.num_blocks[rows] = 0
 
     def move_row(self, source: int, destination: int) -> None:
         """Row ``source`` goes to ``destination``; ``source`` is empty afterwards."""

@@ -53,6 +53,9 @@ def declared_columns(max_model_len: int, num_speculative_tokens: int) -> tuple[C
     )
 
 
+_FEW = 4  # indices up to which one after the other is faster than all at once
+
+
 class ColumnTable:
     """Arrays [I, *shape] of the declared columns, for I request indices; ``table["num_tokens"]`` is one.
 
@@ -94,11 +97,19 @@ class ColumnTable:
 
     def put(self, indices: Sequence[int], words: Int32[np.ndarray, "n words"]) -> None:
         """All int32 words of these indices; a column begins at its ``offsets``. Other columns are left alone."""
-        self._matrix[:, indices] = words.T
+        if len(indices) > _FEW:
+            self._matrix[:, indices] = words.T
+        else:
+            for index, row in zip(indices, words, strict=True):
+                self._matrix[:, index] = row
 
-    def clear(self, indices: int | Sequence[int]) -> None:
+    def clear(self, indices: Sequence[int]) -> None:
         """These indices are free again: every always-valid column back to its fill value."""
-        self._matrix[:, indices] = self.fill if isinstance(indices, int) else self.fill[:, None]
+        if len(indices) > _FEW:
+            self._matrix[:, indices] = self.fill[:, None]
+        else:
+            for index in indices:
+                self._matrix[:, index] = self.fill
         for c in self._apart:
             if c.valid is None:
                 self._arrays[c.name][indices] = c.fill

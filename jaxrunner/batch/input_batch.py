@@ -134,8 +134,9 @@ class InputBatch:
         self.scheduled_indices: Int64[np.ndarray, "n"] = np.zeros(0, np.intp)
         self._names, self._names_version = RowNames([]), self.rows.version
 
-        # What prepare_inputs asked of its shapes the last time, and the answer.
-        self.last_dispatch: tuple[StepShapes, tuple[int, int, int, bool], tuple[StepShape, StepLayout]] | None = None
+        # Shapes that prepare_inputs has asked for, and of whom.
+        self.dispatched: dict[tuple[int, int, int, bool], tuple[StepShape, StepLayout]] = {}
+        self.dispatched_by: StepShapes | None = None
         # Room to read a step's lists into.
         self.reading = tuple(np.empty(max_num_reqs, np.int32) for _ in range(3))
         self.staging = Scratch(max_model_len)
@@ -152,6 +153,8 @@ class InputBatch:
         self.scheduled_rows: Int64[np.ndarray, "n"] = self.row_of_index[scheduled]
         in_order = self.scheduled_rows == self.ascending[: len(scheduled)]
         self.rows_in_order = np.count_nonzero(in_order) == len(scheduled) == n
+        if self.rows_in_order:
+            self._names, self._names_version = RowNames(self.scheduled_ids), self.rows.version
         self.row_indices: Int64[np.ndarray, "n"] = (
             scheduled if self.rows_in_order else self.idx_mapping[:n].astype(np.intp)
         )
@@ -182,8 +185,7 @@ class InputBatch:
     def names(self) -> RowNames:
         """Who stands in each row; another object once rows have moved, so that a step can keep its own."""
         if self._names_version != self.rows.version:
-            indices = self.idx_mapping[: self.rows.end]
-            ids = [self._id_of_index[i] for i in indices[indices != NO_INDEX].tolist()]
+            ids = [self._id_of_index[i] for i in self.idx_mapping[: self.rows.end].tolist() if i != NO_INDEX]
             self._names, self._names_version = RowNames(ids), self.rows.version
         return self._names
 
@@ -223,7 +225,9 @@ class InputBatch:
         parts: list[bytes] = []
         for state, tokens in zip(states, token_ids, strict=True):
             prompt = state.num_prompt_tokens
-            record, flags = self._records.write(state.req_id, state.sampling_params, prompt)
+            if state.record is None:
+                state.record = self._records.write(state.req_id, state.sampling_params, prompt)
+            record, flags = state.record
             parts += (_FIRST_WORDS.pack(len(tokens), prompt, 0, 0, flags), record, self._last_words)
         return np.frombuffer(b"".join(parts), np.int32).reshape(len(states), self.columns.words)
 
@@ -290,6 +294,8 @@ class InputBatch:
             self.block_table.clear_rows(freed)
             self._holding.difference_update(freed)
             self._free_indices += freed
+            if self._entered:
+                self._entered = [i for i in self._entered if i not in freed]
 
     def remove_request(self, req_id: str) -> None:
         """The runner forgets the request. Its row is a hole until it is taken or condensed."""
@@ -299,10 +305,7 @@ class InputBatch:
 
     def take_entered(self) -> list[int]:
         """Indices whose sampling record has to be uploaded, and which hold a request still."""
-        if not self._entered:
-            return []
-        entered = [i for i in dict.fromkeys(self._entered) if self.num_tokens[i]]
-        self._entered = []
+        entered, self._entered = self._entered, []
         return entered
 
     def tables_of(self, index: int) -> Int32[np.ndarray, "words"] | None:

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import marshal
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -38,6 +40,35 @@ def pack_indices(out: Int64[np.ndarray, "size"], values: Sequence[int]) -> Int64
 @cache
 def _index_packer(n: int) -> Callable[..., None]:
     return struct.Struct(f"{n}q").pack_into
+
+
+def pack_equal(lists: list[Any], each: int) -> Int32[np.ndarray, "n"] | None:
+    """The integers of ``lists``, each of which has ``each`` of them; None if they are not plain lists of plain integers
+    of 32 bits.
+
+    marshal writes such lists as records of one length, in less than half the time that flattening them takes.
+    """
+    record = _list_record(each)
+    try:
+        data = marshal.dumps(lists, 2)
+    except ValueError:
+        return None
+    if len(data) != _MARSHAL_HEAD + len(lists) * record.itemsize:
+        return None
+    records = np.frombuffer(data, record, len(lists), _MARSHAL_HEAD)
+    items = records["items"]
+    if (records["count"] != each).any() or (records["kind"] != ord("[")).any() or (items["kind"] != ord("i")).any():
+        return None
+    return items["value"].reshape(-1)
+
+
+_MARSHAL_HEAD = 5  # of the list of lists: its kind and its length
+
+
+@cache
+def _list_record(each: int) -> np.dtype:
+    item = np.dtype([("kind", "u1"), ("value", "<i4")])
+    return np.dtype([("kind", "u1"), ("count", "<i4"), ("items", item, (each,))])
 
 
 def lookup[Value](table: Mapping[str, Value], keys: Sequence[str]) -> Sequence[Value]:

@@ -13,6 +13,7 @@ from jaxrunner.batch.step_inputs import StepInputs, TableUpdates
 from jaxrunner.protocol import SchedulerOutput
 from jaxrunner.shapes import StepLayout, StepShape, StepShapes, is_uniform_decode
 
+_MOST_SHAPES = 4096
 _HEADER = struct.Struct("4i")  # num_reqs, num_tokens, num_logits, flags
 
 
@@ -36,7 +37,9 @@ def prepare_inputs(
     n, t = batch.num_reqs, scheduler_output.total_num_scheduled_tokens
     if not n:
         raise ValueError("nothing is scheduled: there is no step to prepare")
-    num_logits = n + int(batch.num_draft[:n].sum()) if batch.any_drafts else n
+    num_logits = n * (1 + batch.drafts_each)
+    if batch.any_drafts and not batch.drafts_each:
+        num_logits += int(batch.num_draft[:n].sum())
     if shape is None:
         shape, layout = _dispatch(batch, shapes, t, num_logits, n)
     elif t > shape.num_tokens or n > shape.num_reqs or num_logits > shape.num_logits:
@@ -57,14 +60,16 @@ def prepare_inputs(
 
 
 def _dispatch(batch: InputBatch, shapes: StepShapes, t: int, num_logits: int, n: int) -> tuple[StepShape, StepLayout]:
-    """The step's shape. Steps that decode ask the same again and again, so the last answer is kept."""
+    """The step's shape. Steps ask the same again and again, so answers are kept."""
     uniform = shapes.policy.separates and _is_uniform(batch, n, shapes.query_len)
     asked = (t, num_logits, n, uniform)
-    last = batch.last_dispatch
-    if last is None or last[0] is not shapes or last[1] != asked:
+    if batch.dispatched_by is not shapes or len(batch.dispatched) > _MOST_SHAPES:
+        batch.dispatched_by, batch.dispatched = shapes, {}
+    found = batch.dispatched.get(asked)
+    if found is None:
         shape = shapes.dispatch(*asked)
-        last = batch.last_dispatch = shapes, asked, (shape, shapes.layout(shape))
-    return last[2]
+        found = batch.dispatched[asked] = shape, shapes.layout(shape)
+    return found
 
 
 def _is_uniform(batch: InputBatch, n: int, query_len: int) -> bool:
@@ -83,7 +88,7 @@ def _write_rows(batch: InputBatch, views: LayoutViews, n: int) -> None:
         np.multiply(batch.ascending32[: n + 1], each, out=starts[: n + 1])
     else:
         starts[0] = 0
-        batch.num_scheduled[:n].cumsum(out=starts[1 : n + 1])
+        batch.num_scheduled[:n].cumsum(out=starts[1 : n + 1], dtype=np.int32)
     views.rows[:, :n] = batch.row_fields[:, :n]
 
 
@@ -119,7 +124,8 @@ def commit_block_table(batch: InputBatch, views: LayoutViews) -> tuple[int, list
     """
     ahead: list[TableUpdates] = []
     updates, at, room = views.updates, 0, views.layout.num_updates
-    for group, table in enumerate(batch.block_table.tables):
+    tables = batch.block_table.tables
+    for group, table in enumerate(tables):
         cells, values = table.take_updates()
         if not len(cells):
             continue
@@ -128,6 +134,8 @@ def commit_block_table(batch: InputBatch, views: LayoutViews) -> tuple[int, list
             ahead.append(TableUpdates(group, cells[:surplus], values[:surplus]))
             cells, values = cells[surplus:], values[surplus:]
         end = at + len(cells)
-        updates[0, at:end], updates[1, at:end], updates[2, at:end] = group, cells, values
+        if len(tables) > 1:  # else it is 0 already
+            updates[0, at:end] = group
+        updates[1, at:end], updates[2, at:end] = cells, values
         at = end
     return at, ahead

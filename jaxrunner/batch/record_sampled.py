@@ -26,7 +26,7 @@ def record_sampled(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> list
     return record_tokens(batch, sampled).lists()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledTokens:
     """Tokens of a step's rows: flat, and as lists for those who want them.
 
@@ -57,16 +57,17 @@ def record_tokens(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> Sampl
     n = batch.num_reqs
     if sampled.ndim != 2 or len(sampled) != n:
         raise ValueError(f"sampled must be [{n}, w] for the {n} rows of the step, got {list(sampled.shape)}")
-    there, width, indices = sampled >= 0, sampled.shape[1], batch.row_indices
+    width, indices = sampled.shape[1], batch.row_indices
+    there = np.greater_equal(sampled.T, 0, order="C")  # [w, R]: a pass along the rows is a long one
     num_kept = np.count_nonzero(there)
-    if width > 1 and np.count_nonzero(there[:, 1:] > there[:, :-1]):
+    if width > 1 and np.count_nonzero(there[1:] > there[:-1]):
         raise ValueError(f"a row of sampled has a token behind a gap: {sampled.tolist()}")
     lengths = batch.num_tokens[indices]
     at = batch.row_starts + lengths
     if batch.longest + width > batch.token_row_stride:
         _check_room(batch, lengths, there)
         for j in range(width):
-            batch.flat_token_ids[at[there[:, j]] + j] = sampled[there[:, j], j]
+            batch.flat_token_ids[at[there[j]] + j] = sampled[there[j], j]
     elif width == 1:  # here, what is not kept is written too: behind a request's tokens, where nothing counts
         batch.flat_token_ids[at] = sampled[:, 0]
     else:
@@ -74,17 +75,18 @@ def record_tokens(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> Sampl
     batch.longest += width
     if num_kept == sampled.size:
         batch.num_tokens[indices] = lengths + width
-        return SampledTokens(sampled.reshape(-1), batch.ascending32[: n + 1] * width, width)
-    counts = there.sum(axis=1, dtype=np.int32)
+        offsets = batch.ascending32[: n + 1] if width == 1 else batch.ascending32[: n + 1] * width
+        return SampledTokens(sampled.reshape(-1), offsets, width)
+    counts = there.sum(axis=0, dtype=np.int32)
     batch.num_tokens[indices] = lengths + counts
     offsets = np.zeros(n + 1, np.int32)
-    counts.cumsum(out=offsets[1:])
-    return SampledTokens(sampled[there], offsets, width)
+    counts.cumsum(out=offsets[1:], dtype=np.int32)
+    return SampledTokens(sampled[there.T], offsets, width)
 
 
-def _check_room(batch: InputBatch, lengths: Int32[np.ndarray, "R"], there: Bool[np.ndarray, "R w"]) -> None:
+def _check_room(batch: InputBatch, lengths: Int32[np.ndarray, "R"], there: Bool[np.ndarray, "w R"]) -> None:
     """The closer look, when some row may be so long that the widest sample would not fit."""
-    after = lengths + there.sum(axis=1)
+    after = lengths + there.sum(axis=0)
     if (after > batch.token_row_stride).any():
         row = int(np.flatnonzero(after > batch.token_row_stride)[0])
         raise ValueError(

@@ -19,6 +19,7 @@ class CachedRequestState:
     Attributes:
         request_index: its permanent index into the columns, block tables and device state; NO_INDEX while preempted.
         num_prompt_tokens: length of the user's prompt.
+        record: its sampling parameters as the device keeps them, and the feature bits they set; made when it enters.
         preempted_token_ids: prompt and outputs while preempted; None while they lie in the batch's token table.
     """
 
@@ -26,4 +27,5 @@ class CachedRequestState:
     sampling_params: SamplingParams
     num_prompt_tokens: int
     request_index: int = NO_INDEX
+    record: tuple[bytes, int] | None = None
     preempted_token_ids: Int32[np.ndarray, "n"] | None = None

@@ -14,7 +14,7 @@ from jaxtyping import Int32, Int64
 
 from jaxrunner.batch.block_table import map_to_kernel_blocks
 from jaxrunner.batch.input_batch import InputBatch
-from jaxrunner.batch.packing import lookup, pack, pack_indices
+from jaxrunner.batch.packing import lookup, pack, pack_equal, pack_indices
 from jaxrunner.batch.request_state import NO_INDEX, CachedRequestState
 from jaxrunner.protocol import BlockIds, SchedulerOutput, TokenIds
 
@@ -60,7 +60,6 @@ class StepPlan:
         indices: request index of each cached request, NO_INDEX for one that was preempted earlier.
         all_indices: the same array, with room for the new ones behind.
         returning: positions of the cached requests that get an index in this step.
-        leaving: request indices that are given up: of finished, preempted and resumed requests.
         each: tokens scheduled for every request if that is one number, else 0.
         counts: [n], tokens scheduled for each; None where ``each`` says it.
         in_order: num_scheduled_tokens names the requests in this very order. (None: not looked at.)
@@ -75,7 +74,7 @@ class StepPlan:
 
     __slots__ = (
         "all_indices",
-        "blocks", "changed", "computed", "counts", "drafts", "each", "growing", "ids", "in_order", "indices", "leaving",
+        "blocks", "changed", "computed", "counts", "drafts", "each", "growing", "ids", "in_order", "indices",
         "num_cached", "outputs", "returning", "staged", "states", "tokens", "words",
     )  # fmt: skip
 
@@ -85,7 +84,6 @@ class StepPlan:
     indices: Int64[np.ndarray, "k"]
     all_indices: Int64[np.ndarray, "n"]
     returning: Int64[np.ndarray, "r"]
-    leaving: list[int]
     each: int
     counts: Int32[np.ndarray, "n"] | None
     in_order: bool | None
@@ -121,7 +119,7 @@ def read_plan(batch: InputBatch, so: SchedulerOutput) -> StepPlan:
         _read_members(batch, so, plan)
     else:
         plan.ids, plan.indices = batch.scheduled_ids, batch.scheduled_indices
-        plan.returning, plan.leaving = _NONE, []
+        plan.returning = _NONE
         plan.states, plan.tokens = [], []
     _read_counts(batch, so, plan)
     computed: Sequence[int] = cached.num_computed_tokens
@@ -145,19 +143,21 @@ def _read_members(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> Non
     plan.ids = cached.req_ids + [data.req_id for data in new] if new else cached.req_ids.copy()
     plan.all_indices = np.empty(len(plan.ids), np.intp)
     indices = pack_indices(plan.all_indices, lookup(index_of, cached.req_ids))
-    leaving = {index_of.get(r, NO_INDEX) for r in so.finished_req_ids}
-    leaving.update([index_of.get(r, NO_INDEX) for r in chain(so.preempted_req_ids, cached.resumed_req_ids)])
-    leaving.discard(NO_INDEX)
-    plan.leaving = list(leaving)
     plan.returning = _NONE
     if cached.resumed_req_ids:
-        if plan.leaving:  # preempted and resumed in one step
+        if any(index_of.get(r, NO_INDEX) != NO_INDEX for r in cached.resumed_req_ids):  # preempted in this very step
             gone = np.zeros(batch.max_num_reqs + 1, bool)
-            gone[plan.leaving] = True
+            gone[leaving_indices(batch, so)] = True
             indices[gone[indices]] = NO_INDEX
         plan.returning = (indices == NO_INDEX).nonzero()[0]
     plan.indices = indices
     _read_entering(batch, so, plan)
+
+
+def leaving_indices(batch: InputBatch, so: SchedulerOutput) -> list[int]:
+    """Request indices that are given up: of finished, preempted and resumed requests that hold one."""
+    gone = chain(so.finished_req_ids, so.preempted_req_ids, so.scheduled_cached_reqs.resumed_req_ids)
+    return list({batch.index_of.get(req_id, NO_INDEX) for req_id in gone} - {NO_INDEX})
 
 
 def _read_entering(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
@@ -259,8 +259,10 @@ def _read_drafts(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> Draf
         position = {req_id: i for i, req_id in enumerate(ids)}
         found = lookup(position, list(drafts))
         positions, each = pack_indices(np.empty(len(found), np.intp), found), 0
-    tokens = list(chain.from_iterable(lists))
-    if not tokens:
+    if not any(counts):
         return None
-    lengths = pack(np.empty(len(counts), np.int32), counts)
-    return Drafts(positions, lengths, each, pack(np.empty(len(tokens), np.int32), tokens))
+    tokens = pack_equal(lists, each) if each else None
+    if tokens is None:
+        flat = list(chain.from_iterable(lists))
+        tokens = pack(np.empty(len(flat), np.int32), flat)
+    return Drafts(positions, pack(np.empty(len(counts), np.int32), counts), each, tokens)

@@ -123,7 +123,7 @@ def _take_blocks(batch: InputBatch, plan: StepPlan, checked: bool) -> None:
         rows = batch.scheduled_indices[plan.growing]
         for table, new in zip(batch.block_table.tables, plan.blocks, strict=True):
             table.append_flat(new.block_ids, new.lengths, rows)
-    if not checked and (plan.blocks or plan.leaving):
+    if not checked and (plan.blocks or plan.changed):
         for owners in batch.block_owners:
             owners.stale = True
 
@@ -131,15 +131,17 @@ def _take_blocks(batch: InputBatch, plan: StepPlan, checked: bool) -> None:
 def _take_drafts(batch: InputBatch, plan: StepPlan) -> None:
     """Drafts lie behind the request's tokens; they count as scheduled, not as known."""
     n, drafts = len(plan.ids), plan.drafts
-    if batch.any_drafts:
+    same = drafts is not None and drafts.each == batch.drafts_each > 0 and not plan.changed  # as many as last time
+    if batch.any_drafts and not same:
         batch.num_draft_tokens[:] = 0
         batch.num_draft[:] = 0
     batch.any_drafts, batch.drafts_each = drafts is not None, 0
     if drafts is None:
         return
     indices = batch.scheduled_indices[drafts.positions]
-    batch.num_draft_tokens[indices] = drafts.lengths
-    batch.num_draft[batch.scheduled_rows[drafts.positions]] = drafts.lengths
+    if not same:
+        batch.num_draft_tokens[indices] = drafts.lengths
+        batch.num_draft[batch.scheduled_rows[drafts.positions]] = drafts.lengths
     at = indices * batch.token_row_stride + batch.num_tokens[indices]
     if drafts.each:
         batch.drafts_each = drafts.each

@@ -15,7 +15,7 @@ from jaxrunner.batch import malformed
 from jaxrunner.batch.errors import SchedulerOutputError, refuse
 from jaxrunner.batch.input_batch import InputBatch
 from jaxrunner.batch.request_state import NO_INDEX
-from jaxrunner.batch.step_plan import StepPlan, read_plan
+from jaxrunner.batch.step_plan import StepPlan, leaving_indices, read_plan
 from jaxrunner.batch.validate_blocks import check_blocks, check_owners
 from jaxrunner.protocol import SchedulerOutput
 
@@ -44,7 +44,8 @@ def read_and_validate(batch: InputBatch, so: SchedulerOutput, *, keep: bool = Tr
         malformed.check_form(batch, so)
         raise SchedulerOutputError(str(error)) from error
     malformed.check_lengths(so)
-    _check_names(batch, so, plan)
+    leaving = leaving_indices(batch, so) if plan.changed else []
+    _check_names(batch, so, plan, len(leaving))
     _check_counts(batch, so, plan)
     if plan.states:
         _check_entering(batch, so, plan)
@@ -60,11 +61,11 @@ def read_and_validate(batch: InputBatch, so: SchedulerOutput, *, keep: bool = Tr
     if plan.drafts is not None:
         _check_all_drafts_run(plan, end, known, np.broadcast_to(drafts, known.shape))
     check_blocks(batch, plan, end)
-    check_owners(batch, plan, end, keep)
+    check_owners(batch, plan, end, leaving, keep)
     return plan
 
 
-def _check_names(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
+def _check_names(batch: InputBatch, so: SchedulerOutput, plan: StepPlan, num_leaving: int) -> None:
     if plan.in_order is None:
         plan.in_order = list(so.num_scheduled_tokens) == plan.ids
     if not plan.in_order:  # in order, a dictionary's keys prove that nobody stands twice and nobody is missing
@@ -89,7 +90,7 @@ def _check_names(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None
         refuse(f"resumed requests {stray} are not in scheduled_cached_reqs")
     if unknown := sorted(r for r in so.preempted_req_ids if r not in known and r not in so.finished_req_ids):
         refuse(f"preempted requests {unknown} are unknown to the runner")
-    available = batch.num_free_indices + len(plan.leaving)
+    available = batch.num_free_indices + num_leaving
     if len(plan.states) > available:
         refuse(
             f"{len(plan.states)} requests enter and {available} of max_num_reqs={batch.max_num_reqs} request indices"

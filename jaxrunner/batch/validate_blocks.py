@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Int32, Int64
 
@@ -49,33 +51,38 @@ def check_blocks(batch: InputBatch, plan: StepPlan, end: Int32[np.ndarray, "n"])
             )
 
 
-def check_owners(batch: InputBatch, plan: StepPlan, end: Int32[np.ndarray, "n"], keep: bool) -> None:
+def check_owners(
+    batch: InputBatch, plan: StepPlan, end: Int32[np.ndarray, "n"], leaving: Sequence[int], keep: bool
+) -> None:
     """A block that this step writes is held by the request that writes it, and by no other.
 
     Args:
+        leaving: request indices that are given up.
         keep: leave the books as they are after the step.
     """
     done: list[tuple[BlockOwners, np.ndarray]] = []
     try:
         for group, owners in enumerate(batch.block_owners):
             added = plan.blocks[group].block_ids if plan.blocks else _NO_BLOCKS
-            owners.change(plan.leaving, added)
+            owners.change(leaving, added)
             done.append((owners, added))
             if owners.any_shared or np.count_nonzero(added) < len(added):
-                _check_group(batch, plan, end, group)
+                _check_group(batch, plan, end, leaving, group)
     except ValueError:
         keep = False
         raise
     finally:
         if not keep:
             for owners, added in done:
-                owners.undo(plan.leaving, added)
+                owners.undo(leaving, added)
 
 
 _NO_BLOCKS = np.zeros(0, np.int32)
 
 
-def _check_group(batch: InputBatch, plan: StepPlan, end: Int32[np.ndarray, "n"], group: int) -> None:
+def _check_group(
+    batch: InputBatch, plan: StepPlan, end: Int32[np.ndarray, "n"], leaving: Sequence[int], group: int
+) -> None:
     table, owners = batch.block_table[group], batch.block_owners[group]
     held = _held(table, plan)
     first = plan.computed // table.block_size
@@ -86,7 +93,7 @@ def _check_group(batch: InputBatch, plan: StepPlan, end: Int32[np.ndarray, "n"],
     )
     if found is not None:
         i = int(staying[found[0]])
-        _refuse_block(batch, plan, group, i, int(table.table[plan.indices[i], found[1]]), found[1])
+        _refuse_block(batch, plan, leaving, group, i, int(table.table[plan.indices[i], found[1]]), found[1])
     if not plan.blocks:
         return
     new = plan.blocks[group]
@@ -97,10 +104,12 @@ def _check_group(batch: InputBatch, plan: StepPlan, end: Int32[np.ndarray, "n"],
     bad &= owners.held_twice(new.block_ids) | (new.block_ids == NULL_BLOCK_ID)
     if bad.any():
         at = int(bad.argmax())
-        _refuse_block(batch, plan, group, int(position[at]), int(new.block_ids[at]), int(column[at]))
+        _refuse_block(batch, plan, leaving, group, int(position[at]), int(new.block_ids[at]), int(column[at]))
 
 
-def _refuse_block(batch: InputBatch, plan: StepPlan, group: int, i: int, block: int, column: int) -> None:
+def _refuse_block(
+    batch: InputBatch, plan: StepPlan, leaving: Sequence[int], group: int, i: int, block: int, column: int
+) -> None:
     table, me = batch.block_table[group], plan.ids[i]
     size, manager_block = table.block_size, block // table.ratio
     what = (
@@ -109,7 +118,7 @@ def _refuse_block(batch: InputBatch, plan: StepPlan, group: int, i: int, block: 
     )
     if block == NULL_BLOCK_ID:
         refuse(f"{what}, which is the null block: nobody may write it")
-    rows = [int(r) for r in np.unique((table.table == block).nonzero()[0]) if r not in plan.leaving]
+    rows = [int(r) for r in np.unique((table.table == block).nonzero()[0]) if r not in leaving]
     others = [r for r, index in batch.index_of.items() if index in rows]
     if plan.blocks:
         new = plan.blocks[group]

@@ -131,21 +131,22 @@ def time_phases(
     path = HostPath(config)
     times: list[tuple[int, int, int]] = []
     floor: list[float] = []
-    for step in _frozen_once_measured(trace(config)):
-        if step.measured and len(times) == len(floor) * BLOCK:
+    for steps in _blocks(trace(config)):
+        if steps[0].measured:
             floor.append(yardstick.sample())
-        start = clock()
-        path.update(step, check)
-        updated = clock()
-        inputs = path.prepare(step)
-        prepared = clock()
-        sampled = path.sampled(step)
-        begin = clock()
-        path.record(inputs, sampled, lists)
-        recorded = clock()
-        if step.measured:
-            times.append((updated - start, prepared - updated, recorded - begin))
-        on_step()
+        for step in steps:
+            start = clock()
+            path.update(step, check)
+            updated = clock()
+            inputs = path.prepare(step)
+            prepared = clock()
+            sampled = path.sampled(step)
+            begin = clock()
+            path.record(inputs, sampled, lists)
+            recorded = clock()
+            if step.measured:
+                times.append((updated - start, prepared - updated, recorded - begin))
+            on_step()
     phases = dict(zip(PHASES, np.array(times).T / 1e3, strict=True))
     phases["before_forward"] = phases["update_states"] + phases["prepare_inputs"]
     return Replay(phases, np.array(floor))
@@ -174,15 +175,22 @@ def time_upload(config: TraceConfig, steps: int, on_step: Callable[[], object] =
     return np.array(times) / 1e3
 
 
-def _frozen_once_measured(steps: Iterator[TraceStep]) -> Iterator[TraceStep]:
-    """The collector runs, but not over what was there before: a trace is more garbage than a server's requests."""
-    frozen = False
+def _blocks(steps: Iterator[TraceStep]) -> Iterator[list[TraceStep]]:
+    """Blocks of steps, measured or not; each is made as a whole before it is replayed, outside of what is timed.
+
+    The collector runs, but not over what was there before: a trace is more garbage than a server's requests.
+    """
+    frozen, block = False, list[TraceStep]()
     try:
         for step in steps:
+            if block and (len(block) == BLOCK or block[0].measured != step.measured):
+                yield block
+                block = []
             if step.measured and not frozen:
                 gc.collect()
                 gc.freeze()
                 frozen = True
-            yield step
+            block.append(step)
+        yield block
     finally:
         gc.unfreeze()

@@ -146,7 +146,7 @@ def test_table() -> None:
     table["n"][1], table["wide"][1], table["extra"][1] = 2, [5, 6, 7, 8], 1
     picture = table.snapshot(1)
     assert {name: values.tolist() for name, values in picture.items()} == {"n": 2, "wide": [5, 6], "extra": [1, 1]}
-    table.clear(1)
+    table.clear([1])
     assert picture["extra"].tolist() == [1, 1]  # a copy
     assert table["n"][1] == 0 and table["extra"][1].tolist() == [-7, -7]
     assert table["wide"][1].tolist() == [5, 6, 7, 8]  # garbage behind a count of 0
