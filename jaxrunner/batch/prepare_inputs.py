@@ -124,8 +124,7 @@ def commit_block_table(batch: InputBatch, views: LayoutViews) -> tuple[int, list
     """
     ahead: list[TableUpdates] = []
     updates, at, room = views.updates, 0, views.layout.num_updates
-    tables = batch.block_table.tables
-    for group, table in enumerate(tables):
+    for group, table in enumerate(batch.block_table.tables):
         cells, values = table.take_updates()
         if not len(cells):
             continue
@@ -134,8 +133,6 @@ def commit_block_table(batch: InputBatch, views: LayoutViews) -> tuple[int, list
             ahead.append(TableUpdates(group, cells[:surplus], values[:surplus]))
             cells, values = cells[surplus:], values[surplus:]
         end = at + len(cells)
-        if len(tables) > 1:  # else it is 0 already
-            updates[0, at:end] = group
-        updates[1, at:end], updates[2, at:end] = cells, values
+        updates[0, at:end], updates[1, at:end], updates[2, at:end] = group, cells, values
         at = end
     return at, ahead

@@ -55,6 +55,7 @@ class Reference:
         """What the device is told before and with the step. ``records``: the batch's sampling records."""
         flat, cells = self.device.reshape(-1), inputs["update_cell"]
         used = cells < flat.size
+        same(inputs, "cache groups of the table's updates", set(inputs["update_group"].tolist()), {0})
         told = [*(a.cells for a in inputs.overflow), cells[used]]
         every = np.concatenate(told)
         same(inputs, "no table cell is written twice", len(np.unique(every)), len(every))

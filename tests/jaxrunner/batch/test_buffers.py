@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrunner.batch import BufferRing
+from jaxrunner.batch import BufferRing, InputBatch, prepare_inputs, update_states
 from jaxrunner.batch.buffers import aligned_zeros
-from jaxrunner.shapes import StepLayout
+from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
+from jaxrunner.shapes import StepLayout, StepShapes
 
 LAYOUT = StepLayout(num_tokens=4, num_reqs=2, num_logits=2, num_updates=4)
 PATIENCE = 20.0  # seconds, of a test that has gone wrong
@@ -143,3 +144,34 @@ def test_ring_needs_a_buffer() -> None:
 def test_buffers_are_always_aligned() -> None:
     """So that aliasing happens every time, not by luck."""
     assert all(aligned_zeros(size).ctypes.data % 64 == 0 for size in (1, 7, 16, 100, 1000))
+
+
+def test_nothing_of_another_layout_is_left_in_a_buffer() -> None:
+    """Steps of every size in one buffer: each leaves what a fresh buffer would hold, to the last word."""
+    b = InputBatch(max_num_reqs=4, max_model_len=64, max_num_batched_tokens=32, vocab_size=100, block_sizes=(4,))
+    shapes = StepShapes(32, 4, min_block_size=4)
+    ring = BufferRing(max(layout.size for layout in shapes.layouts.values()), depth=1)
+    ring.acquire(shapes.layouts[32])["buffer"][:] = 77
+    tokens = dict.fromkeys("ABCD", 0)
+    for step, counts in enumerate([(7, 7, 7, 7), (1, 0, 0, 0), (1, 1, 0, 4), (9, 9, 9, 1), (0, 2, 0, 0), (1, 1, 1, 1)]):
+        ids = [r for r, n in zip("ABCD", counts, strict=True) if n]
+        so = SchedulerOutput(num_scheduled_tokens={r: n for r, n in zip("ABCD", counts, strict=True) if n})
+        so.total_num_scheduled_tokens = sum(counts)
+        if not step:
+            so.scheduled_new_reqs = [
+                NewRequestData(r, [9] * 40, ([*range(10 * i, 10 * i + 10)],)) for i, r in enumerate(ids, 1)
+            ]
+        else:
+            n = len(ids)
+            so.scheduled_cached_reqs = CachedRequestData(ids, set(), [None] * n, [tokens[r] for r in ids], [0] * n)
+            so.scheduled_cached_reqs.new_block_ids[0] = ([90 + step],)
+        update_states(b, so)
+        b.block_table[0]._cells, cells = [], b.block_table[0]._cells
+        values, b.block_table[0]._values = b.block_table[0]._values, []
+        fresh = []
+        for buffers in (ring, None):
+            b.block_table[0]._cells, b.block_table[0]._values = list(cells), list(values)
+            fresh.append(prepare_inputs(b, so, shapes, buffers=buffers).buffer.tolist())
+        assert fresh[0] == fresh[1]
+        for r, n in zip("ABCD", counts, strict=True):
+            tokens[r] += n
