@@ -87,7 +87,6 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests; their iterators end with an output whose finish_reason is "abort"."""
         self.llm.shared.abort([request_id] if isinstance(request_id, str) else request_id)
-        self.llm.shared.drive_in_background()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         """See ``LLM.reset_prefix_cache``."""

@@ -358,7 +358,7 @@ class LLM:
         finally:
             left = [s.request_id for s in submissions if self.shared.is_taken(s.request_id)]
             if left:
-                self.shared.call(lambda: self.shared.abort_now(left))
+                self.shared.abort(left)
 
 
 def _most_tokens(prompt: Prompt, max_model_len: int) -> int:

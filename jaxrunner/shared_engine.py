@@ -116,15 +116,13 @@ class SharedEngine:
             self._state.notify_all()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests before the next step; ids of no unfinished request are passed over. Does not wait for it."""
+        """Ends requests: at once, or if a step is being run right after it, without waiting for that. Ids of no
+        unfinished request are passed over.
+        """
         ids = list(request_ids)
         with self._state:
-            self._calls.append(lambda: self.abort_now(ids))
-            self._state.notify_all()
-
-    def abort_now(self, request_ids: Iterable[str]) -> None:
-        """``abort`` for ``call``, which waits until it is done."""
-        self._deliver(self.engine.abort(request_ids))
+            self._calls.append(lambda: self._abort(ids))
+        self._call_if_nobody_drives()
 
     def call(self, function: Callable[[], Any]) -> Any:
         """The function's result, called between two steps."""
@@ -151,22 +149,25 @@ class SharedEngine:
             RuntimeError: there is nothing to run, and still not ``until()``.
         """
         driving = False
-        while True:
-            try:
-                with self._state:
-                    while self._driven and not until():
-                        self._state.wait()
-                    if until():
-                        return
-                    self._driven = driving = True
-                self._make_calls()
-                if not until():
-                    self._step()
-            finally:
-                if driving:
+        try:
+            while True:
+                try:
                     with self._state:
-                        self._driven = driving = False
-                        self._state.notify_all()
+                        while self._driven and not until():
+                            self._state.wait()
+                        if until():
+                            return
+                        self._driven = driving = True
+                    self._make_calls()
+                    if not until():
+                        self._step()
+                finally:
+                    if driving:
+                        with self._state:
+                            self._driven = driving = False
+                            self._state.notify_all()
+        finally:
+            self._call_if_nobody_drives()  # what came during the last step
 
     def drive_in_background(self) -> None:
         """Has a thread of its own drive, as long as there are requests."""
@@ -178,7 +179,7 @@ class SharedEngine:
     def shutdown(self) -> None:
         """Aborts all requests, and returns when no thread drives any more."""
         with self._state:
-            self._calls.append(lambda: self.abort_now(list(self._inboxes)))
+            self._calls.append(lambda: self._abort(list(self._inboxes)))
         self.drive(self._is_idle)
         if (thread := self._background) is not None:
             thread.join()
@@ -195,9 +196,24 @@ class SharedEngine:
     def _is_idle(self) -> bool:
         return not self._inboxes and not self._calls
 
+    def _call_if_nobody_drives(self) -> None:
+        with self._state:
+            if self._driven or not self._calls:
+                return  # whoever drives looks for calls when it is done
+            self._driven = True
+        try:
+            self._make_calls()
+        finally:
+            with self._state:
+                self._driven = False
+                self._state.notify_all()
+
     def _make_calls(self) -> None:
         while self._calls:
             self._calls.popleft()()
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        self._deliver(self.engine.abort(request_ids))
 
     def _step(self) -> None:
         try:

@@ -119,6 +119,25 @@ def test_an_abort_from_another_thread():
     assert shared.engine.scheduler.manager.num_free_blocks == 63
 
 
+def test_an_abort_in_the_middle_of_a_step_is_not_waited_for_and_not_forgotten():
+    """As when an iterator that nobody holds any more is closed by the garbage collector, whatever runs just then."""
+    shared = SharedEngine(make_engine())
+    step = shared.engine.runner.execute_model
+
+    def aborting(plan):
+        if shared.engine.runner.steps == 2:
+            shared.abort(["gone"])
+        return step(plan)
+
+    shared.engine.runner.execute_model = aborting
+    mine, other = Inbox(), Inbox()
+    shared.submit([submission("mine", 4, max_tokens=3)], mine)
+    shared.submit([submission("gone", 4, max_tokens=60)], other)
+    shared.drive(lambda: not mine.unfinished)  # the abort comes in the last step that is driven
+    assert other.take()[0][0].outputs[0].finish_reason == "abort"
+    assert not shared.engine.has_unfinished_requests()
+
+
 def test_a_failed_step_is_told_to_every_caller_and_the_next_request_runs():
     shared = SharedEngine(make_engine())
     mine, other = Inbox(), Inbox()
