@@ -72,6 +72,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     engine.add_argument("--no-prefix-caching", action="store_true", help="compute common beginnings anew")
     engine.add_argument("--attention", default="auto", help="name of an attention implementation")
     engine.add_argument("--trace", metavar="FILE", help="record every step (scripts/trace.py)")
+    engine.add_argument("--record", metavar="FILE", help="write every step's shape (scripts/sweep_buckets.py)")
     work = common.add_argument_group("workload")
     work.add_argument("--dataset", choices=("random", "sharegpt-json", "file"), default="random")
     work.add_argument(
@@ -179,6 +180,7 @@ def load(args: argparse.Namespace) -> LLM:
         enable_prefix_caching=not args.no_prefix_caching,
         attention=args.attention,
         trace=args.trace,
+        record_shapes=args.record,
         warmup="all",
     )
 

@@ -23,8 +23,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_throughput_writes_its_numbers_everywhere(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out, table, image = tmp_path / "o.json", tmp_path / "o.csv", tmp_path / "o.png"
-    files = ["--json", str(out), "--csv", str(table), "--plot", str(image), "--prefix-share", "0.5"]
-    assert bench.main(["throughput", "--model", model, *SMALL, *WORK, *files]) == 0
+    shapes = tmp_path / "shapes.jsonl"
+    files = ["--json", str(out), "--csv", str(table), "--plot", str(image), "--record", str(shapes)]
+    assert bench.main(["throughput", "--model", model, *SMALL, *WORK, *files, "--prefix-share", "0.5"]) == 0
     assert "output token throughput" in capsys.readouterr().out
     found = json.loads(out.read_text())
     metrics = found["metrics"]
@@ -34,6 +35,8 @@ def test_throughput_writes_its_numbers_everywhere(model: str, tmp_path: Path, ca
     assert metrics["cached_input_tokens"] > 0 and 0 < metrics["padding_waste"] < 1
     assert sum(step["num_tokens"] for step in found["events"]["steps"]) == 72 - metrics["cached_input_tokens"] + 24
     assert found["memory"]["host_bytes"] > 0 and found["versions"]["jax"] and found["device"]["platform"] == "cpu"
+    recorded = [json.loads(line)["tokens"] for line in shapes.read_text().splitlines()]
+    assert recorded[-metrics["steps"] :] == [step["num_tokens"] for step in found["events"]["steps"]]
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert [row["output_tokens"] for row in rows] == ["5"] * 6
     assert image.read_bytes()[:4] == b"\x89PNG"
