@@ -67,12 +67,16 @@ class ActiveSequence:
 
     def so_far(self) -> CompletionOutput:
         """All tokens, and as much of the text as nothing later takes back."""
-        logprobs = self.output.logprobs
-        return replace(
-            self.output,
-            text=self.text.shown,
-            token_ids=list(self.output.token_ids),
-            logprobs=None if logprobs is None else list(logprobs),
+        output = self.output
+        logprobs = None if output.logprobs is None else list(output.logprobs)
+        return CompletionOutput(
+            output.index,
+            self.text.shown,
+            list(output.token_ids),
+            output.cumulative_logprob,
+            logprobs,
+            output.finish_reason,
+            output.stop_reason,
         )
 
 
@@ -117,24 +121,18 @@ class ActiveRequest:
     def told(self, deltas: Sequence[SequenceDelta]) -> RequestOutput | None:
         """What the caller is to be told of a step that brought ``deltas``; None: nothing yet."""
         self.output.num_cached_tokens = self.sequences[0].request.num_cached_tokens
-        match self.kind:
-            case RequestOutputKind.DELTA:
-                parts = [_part(delta) for delta in deltas]
-                return replace(self.output, outputs=parts)
-            case RequestOutputKind.CUMULATIVE if not self.output.finished:
-                return replace(self.output, outputs=[sequence.so_far() for sequence in self.sequences])
-            case _:
-                return self.output if self.output.finished else None
+        if self.kind is RequestOutputKind.DELTA:
+            return self.output.with_outputs([_part(delta) for delta in deltas])
+        if self.output.finished:
+            return self.output
+        if self.kind is RequestOutputKind.CUMULATIVE:
+            return self.output.with_outputs([sequence.so_far() for sequence in self.sequences])
+        return None
 
 
 def _part(delta: SequenceDelta) -> CompletionOutput:
     return CompletionOutput(
-        delta.index,
-        delta.text,
-        delta.token_ids,
-        logprobs=delta.logprobs,
-        finish_reason=delta.finish_reason,
-        stop_reason=delta.stop_reason,
+        delta.index, delta.text, delta.token_ids, None, delta.logprobs, delta.finish_reason, delta.stop_reason
     )
 
 
