@@ -126,10 +126,10 @@ def plan_for(group_size: int, head_dim: int, capability: tuple[int, int] | None)
 
     A product has at least 16 rows, and every tile at least one token's heads. Fewer than three stages would leave the
     block table's entries out of the pipeline, and each block would wait for them. Registers bound the large tiles:
-    compiled for sm_80 and sm_89, 128 rows with 64 keys spill with 8 warps, and with 32 keys they don't; for sm_90a
-    64 keys take 198 registers.
+    compiled for sm_80 and sm_89, 128 rows with 64 keys of 128 spill with 8 warps, and with 32 keys they take 200
+    registers; with keys of 64 it is 32 that spill and 64 that take 162. For sm_90a 64 keys of 128 take 198.
     """
     rows = triton.next_power_of_two(group_size)
     wide, hopper = head_dim > 128, capability is not None and capability >= (9, 0)
-    large = Tiling(max(64 if wide else 128, rows), 64 if hopper and not wide else 32)
+    large = Tiling(max(64 if wide else 128, rows), 64 if (hopper and not wide) or head_dim <= 64 else 32)
     return Plan(Tiling(max(16, rows), 64), large)
