@@ -38,6 +38,7 @@ from jaxrunner.progress import NoProgress, RunProgress, compile_status, make_pro
 from jaxrunner.runner import ModelRunner
 from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
 from jaxrunner.shared_engine import Inbox, SharedEngine, Submission, checked_output
+from models import Decoder
 from models.registry import DEFAULT_MODEL
 from models.tokenizer import Tokenizer
 
@@ -278,6 +279,26 @@ class LLM:
                 otherwise they go on with what they have.
         """
         self.shared.call(lambda: self.engine.scheduler.reset_prefix_cache(reset_running_requests))
+
+    def update_weights(self, weights: Decoder | Mapping[str, Any]) -> None:
+        """Replaces the model's weights in place, between two steps: nothing recompiles, and the prefix cache is reset.
+
+        Args:
+            weights: a Decoder; arrays by the names in ``runner.functions.graphdef.names``, some or all; or all tensors
+                of a checkpoint by their Hugging Face names. They are copied.
+
+        Raises:
+            ValueError: they don't fit the model, each misfit named; the old ones stay.
+            RuntimeError: there are unfinished requests, whose keys and values are the old weights'.
+        """
+
+        def update() -> None:
+            if self.engine.has_unfinished_requests():
+                raise RuntimeError("there are unfinished requests: let them finish or abort them first")
+            self.runner.update_params(weights)
+            self.engine.scheduler.reset_prefix_cache()
+
+        self.shared.call(update)
 
     def stats(self) -> EngineStats:
         """How busy the engine is, and how well the prefix cache does."""

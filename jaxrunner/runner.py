@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,6 +42,7 @@ from jaxrunner.shapes import StepShapes, Support, supported_policy
 from jaxrunner.step import CacheGroup, DeviceState, StepFunctions, init_state
 from jaxrunner.trace.encode import Geometry
 from jaxrunner.trace.recorder import Recorder, StepRecorder
+from jaxrunner.update_weights import replaced_params
 from models import Decoder, split
 from pallas_kernels import GroupSpec, KVCache, choose_attention
 
@@ -189,6 +191,21 @@ class ModelRunner:
     def num_blocks(self) -> int:
         """Blocks of the KV cache, the null block among them."""
         return self.cache_plan.num_blocks
+
+    def update_params(self, weights: Decoder | Mapping[str, Any]) -> None:
+        """Replaces parameters between two steps; nothing recompiles.
+
+        What the caches hold stays, computed with the old ones: whoever keeps a prefix cache must forget it.
+
+        Args:
+            weights: see ``jaxrunner.update_weights.replaced_params``.
+
+        Raises:
+            ValueError: they don't fit the model; every misfit is named, and the old ones stay.
+        """
+        if self._pending is not None:
+            raise RuntimeError("a step is pending: call its result() before the weights are replaced")
+        self.params = replaced_params(self.functions.graphdef, self.params, self.model_config, weights)
 
     def warm_up(self, on_compiled: OnCompiled | None = None) -> None:
         """Compiles what ``config.warmup`` asks for. After "all", a step never compiles.
