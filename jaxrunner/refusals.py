@@ -5,8 +5,17 @@ from __future__ import annotations
 from jaxrunner.protocol import SchedulerOutput
 from jaxrunner.sampling_params import SamplingParams
 
-# field of SamplingParams: is it used? (n, stop strings, truncation and text options are the front door's to serve.)
-_SAMPLING = {
+_REASONS = {
+    "logits_processors": "a Python function a token can't run inside a compiled step",
+    "spaces_between_special_tokens": "the tokenizer has no such mode",
+    "extra_args": "nothing would read them",
+    "flat_logprobs": "logprobs gives dictionaries",
+    "logprob_token_ids": "logprobs=-1 gives all",
+    "thinking_token_budget": "a model's thinking markers are not known",
+    "repetition_detection": "use frequency_penalty or a stop string",
+}
+# Is the field used? (n, stop strings, truncation and text options are the front door's to serve.)
+_USED = {
     "logits_processors": lambda p: bool(p.logits_processors),
     "spaces_between_special_tokens": lambda p: not p.spaces_between_special_tokens,
     "extra_args": lambda p: bool(p.extra_args),
@@ -18,9 +27,10 @@ _SAMPLING = {
 
 
 def refuse_sampling_params(params: SamplingParams) -> None:
-    """Raises ValueError for a parameter that the sampler does not serve yet."""
-    if used := [name for name, test in _SAMPLING.items() if test(params)]:
-        raise ValueError(f"SamplingParams {used} are not served yet: leave them at their defaults")
+    """Raises ValueError for a parameter that is not served, with the reason."""
+    if used := [name for name, test in _USED.items() if test(params)]:
+        reasons = "; ".join(f"{name}: {_REASONS[name]}" for name in used)
+        raise ValueError(f"SamplingParams {used} are not served, leave them at their defaults ({reasons})")
 
 
 def refuse_unserved(so: SchedulerOutput) -> None:

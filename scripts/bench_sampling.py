@@ -89,8 +89,9 @@ def prepare(args: argparse.Namespace, fields: dict[str, Any]) -> Callable[[], An
     params = SamplingParams(**fields)
     flags = sampling_flags(params) | (HELD_BACK if params.min_tokens else 0)
     state = make_state(args, params)
-    call = sampler(args, state, logits, position)
-    return lambda: call(state, logits, position, np.int32(flags))
+    raw = logits + 0.0  # an array of its own: in a step, log probabilities compute the logits again
+    call = sampler(args, state, logits, raw, position)
+    return lambda: call(state, logits, raw, position, np.int32(flags))
 
 
 def make_state(args: argparse.Namespace, params: SamplingParams) -> DeviceState:
@@ -116,12 +117,12 @@ _compiled: dict[str, Any] = {}
 def sampler(args: argparse.Namespace, *arguments: Any) -> Any:
     """The one program: tokens, and log probabilities if any row wants them."""
 
-    def step(state: DeviceState, logits: jax.Array, position: jax.Array, flags: jax.Array) -> Any:
+    def step(state: DeviceState, logits: jax.Array, raw: jax.Array, position: jax.Array, flags: jax.Array) -> Any:
         index = jnp.arange(args.rows, dtype=jnp.int32)
         token = sample(logits, position, state.sampling.rows(index), flags, state.tables, index)
         logprobs = jax.lax.cond(
             (flags & LOGPROBS) != 0,
-            lambda: packed_logprobs(logits, token, args.logprobs),
+            lambda: packed_logprobs(raw, token, args.logprobs),
             lambda: jnp.zeros((args.rows, 2 * args.logprobs + 2), jnp.int32),
         )
         return token, logprobs

@@ -149,7 +149,8 @@ def row_floor(scaled: Float32[Array, "S V"], filters: Filters) -> Float32[Array,
         found = _largest_threshold(scaled, weights, enough)
         return jnp.where((stage == 0) | (filters.top_p < 1.0), jnp.maximum(floor, found), floor)
 
-    return jax.lax.fori_loop(0, 2, narrow, filters.min_logit)
+    first = jnp.where((filters.top_k > 0).any(), 0, 1)  # a row without top_k loses nothing in stage 0
+    return jax.lax.fori_loop(first, 2, narrow, filters.min_logit)
 
 
 def _largest_threshold(
@@ -161,7 +162,9 @@ def _largest_threshold(
     def halve(_: Int32[Array, ""], bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # low weighs enough, high does not
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        holds = jnp.where(ordered >= middle[:, None], weights, 0.0).sum(axis=1) >= enough
+        # XLA's CPU backend adds up an array four times faster than what it computes on the way; these are few rows.
+        inside = jax.lax.optimization_barrier(jnp.where(ordered >= middle[:, None], weights, 0.0))
+        holds = inside.sum(axis=1) >= enough
         return jnp.where(holds, middle, low), jnp.where(holds, high, middle)
 
     low = jnp.full(values.shape[0], _ordered_bits(jnp.float32(-jnp.inf)), jnp.int32)

@@ -144,7 +144,8 @@ class StepFunctions:
             more.append(
                 jax.lax.cond(
                     (rows.flags & LOGPROBS) != 0,
-                    lambda: packed_logprobs(logits, token, self.num_logprobs),
+                    # The logits once more: kept until here, they would be copied in every step before they are changed.
+                    lambda: self.prompt_logprobs(params, hidden[:s], token),
                     lambda: jnp.zeros((s, 2 * self.num_logprobs + 2), jnp.int32),
                 )
             )
