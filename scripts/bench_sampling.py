@@ -86,6 +86,8 @@ def prepare(args: argparse.Namespace, fields: dict[str, Any]) -> Callable[[], An
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.gumbel(0, args.spread, (args.rows, args.vocab)), jnp.float32)
     position = jnp.asarray(rng.integers(args.history // 2, args.history, args.rows), jnp.int32)
+    if "allowed_token_ids" in fields:
+        fields = fields | {"allowed_token_ids": [i for i in fields["allowed_token_ids"] if i < args.vocab]}
     params = SamplingParams(**fields)
     flags = sampling_flags(params) | (HELD_BACK if params.min_tokens else 0)
     state = make_state(args, params)
