@@ -120,7 +120,7 @@ def test_an_abort_in_the_middle_of_a_prompt_leaves_the_others_alone(roomy):
 def test_after_the_warm_up_nothing_compiles(model):
     options = OPTIONS | {"token_buckets": [4, 16], "logits_buckets": [1, 8], "check_invariants": False}
     llm = LLM(model, num_gpu_blocks_override=30, warmup="all", **options)
-    params = [GREEDY, SAMPLED, SamplingParams(top_k=5, min_tokens=3, max_tokens=9, detokenize=False)]
+    params = [GREEDY, SAMPLED, SamplingParams(n=3, top_k=5, min_tokens=3, max_tokens=9, detokenize=False)]
     compiled = []
 
     def listen(event, duration, **_):
@@ -149,18 +149,18 @@ def test_salted_prompts_share_with_their_own_kind_only(roomy):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("length", [1, 9, 22, 24])
-def test_sequences_of_one_prompt_share_it_and_equal_requests_of_their_own(model, roomy, caching, length):
+def test_sequences_of_one_prompt_share_it_and_equal_requests_of_their_own(model, roomy, caching):
     llm = LLM(model, enable_prefix_caching=caching, num_gpu_blocks_override=60, **OPTIONS)
-    one = prompt(length)
     several = SamplingParams(n=5, seed=3, max_tokens=6, ignore_eos=True, detokenize=False)
-    tokens_before = llm.engine.scheduler.manager.stats.branched
-    (output,) = llm.generate([one], several, use_tqdm=False)
-    assert llm.engine.scheduler.manager.stats.branched - tokens_before == 4 * (length - 1)
-    assert llm.engine.scheduler.manager.num_free_blocks == 59
-    roomy.reset_prefix_cache()
     each = [SamplingParams(seed=3 + i, max_tokens=6, ignore_eos=True, detokenize=False) for i in range(5)]
-    assert [c.token_ids for c in output.outputs] == tokens(roomy, [one] * 5, each)
+    for length in (1, 9, 22, 24):
+        one = prompt(length)
+        before = llm.stats().prefix_cache.branched
+        (output,) = llm.generate([one], several, use_tqdm=False)
+        assert llm.stats().prefix_cache.branched - before == 4 * (length - 1)
+        assert llm.stats().num_free_blocks == 59
+        roomy.reset_prefix_cache()
+        assert [c.token_ids for c in output.outputs] == tokens(roomy, [one] * 5, each)
 
 
 def test_a_request_of_nan_hurts_nobody(tmp_path, model):
