@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxrunner.block_edits import EDIT_CAPACITY
 from jaxrunner.compilation_counter import CompilationCounter
+from jaxrunner.compiled import Compiled
 from jaxrunner.exact_call import abstract, exact
 from jaxrunner.piecewise import PiecewiseForwards
 from jaxrunner.sampling_columns import RECORD_WORDS
@@ -39,34 +40,6 @@ ENTER_CAPACITY = 64  # requests whose records one upload carries
 MASK_CAPACITY = 64  # requests whose allowed tokens one upload carries
 PROMPT_CHUNK = 256  # rows of prompt log probabilities that go through the head at a time
 TABLE_CAPACITY = 4096  # block-table cells one upload ahead of a step carries
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """One executable and what it took to make.
-
-    Attributes:
-        call: raises ``ArgumentMismatch`` for what it was not compiled for.
-        seconds: tracing, lowering and compiling, or loading.
-        temp_bytes, code_bytes: of its temporaries, and of the program itself where the backend says so.
-        cached: it came out of the persistent cache, or of saved executables; None: there is neither.
-        executable: JAX's own.
-        compile_anew: makes another one.
-    """
-
-    name: str
-    call: Callable[..., Any]
-    seconds: float
-    temp_bytes: int
-    code_bytes: int = 0
-    cached: bool | None = None
-    executable: Any = field(default=None, repr=False)
-    compile_anew: Callable[[], Any] | None = field(default=None, repr=False)
-
-    def describe(self) -> str:
-        """Its shape, the seconds and the memory it took."""
-        kept = ", was kept" if self.cached else ""
-        return f"{self.name}: {self.seconds:.1f} s{kept}, {self.temp_bytes / 2**20:.1f} MiB of temporaries"
 
 
 class StepExecutables:
@@ -98,6 +71,9 @@ class StepExecutables:
         self._counter = counter if counter is not None else CompilationCounter()
         self._pieces = PiecewiseForwards(functions, shapes, self._params, self._kv_caches, self._state, self._get)
         self._forwards: dict[tuple[ExecutionMode, int, int], Callable[..., Any]] = {}
+        self._heads: dict[str, Callable[..., Any]] = {}
+        names = functions.graphdef.names
+        self._head_places = [i for i, name in enumerate(names) if name.startswith(("embed_tokens.", "lm_head."))]
         self._futures: dict[str, Future[Compiled]] = {}
         self._lock = threading.Lock()
         self.compiled: dict[str, Compiled] = {}
@@ -137,9 +113,9 @@ class StepExecutables:
     def head(self, num_rows: int, *, return_logits: bool = False) -> Callable[..., Any]:
         """(params, state, hidden, head_inputs) -> (sampled, state[, logits], logprobs); state donated."""
         name = f"head[{num_rows}{', logits' if return_logits else ''}]"
-        found = self.compiled.get(name)
+        found = self._heads.get(name)
         if found is not None:
-            return found.call
+            return found
 
         def head(params: Any, state: DeviceState, hidden: jax.Array, head_inputs: Any) -> Any:
             return self._functions.head_and_sample(
@@ -153,8 +129,18 @@ class StepExecutables:
             )
 
         hidden, head_inputs = self._head_arguments
-        arguments = {"params": self._params, "state": self._state, "hidden": hidden, "head_inputs": head_inputs}
-        return self._get(name, head, arguments, (1,))
+        own = self._of_head(self._params)
+        arguments = {"params": own, "state": self._state, "hidden": hidden, "head_inputs": head_inputs}
+        call = self._get(name, head, arguments, (1,))
+        found = self._heads[name] = lambda params, *others: call(self._of_head(params), *others)
+        return found
+
+    def _of_head(self, params: Any) -> Any:
+        """The head's parameters, and None for all others: JAX passes over every array of a call, used or not."""
+        own: list[Any] = [None] * len(params)
+        for place in self._head_places:
+            own[place] = params[place]
+        return tuple(own)
 
     @cached_property
     def _head_arguments(self) -> tuple[Any, Any]:

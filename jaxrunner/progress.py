@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from jaxrunner.executables import Compiled
+    from jaxrunner.compiled import Compiled
 
 
 class RunProgress(Protocol):

@@ -24,8 +24,9 @@ from jaxrunner.batch import (
 from jaxrunner.block_edits import block_edits
 from jaxrunner.compilation_cache import use_compilation_cache
 from jaxrunner.compilation_counter import CompilationCounter
+from jaxrunner.compiled import Compiled
 from jaxrunner.config import RunnerConfig
-from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, Compiled, StepExecutables
+from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, StepExecutables
 from jaxrunner.grammar_masks import check_grammar_bitmask, grammar_uploads
 from jaxrunner.invariants import check_invariants
 from jaxrunner.kv_cache.allocate import KVCachePlan, abstract_caches, allocate_caches, plan_caches
