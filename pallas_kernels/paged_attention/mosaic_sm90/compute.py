@@ -6,6 +6,7 @@ without masks.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -71,6 +72,7 @@ class Buffers(NamedTuple):
     values_here: Any
     keys_free: Any
     values_free: Any
+    turn: Any
 
 
 def share(piece: Piece, warpgroup: Int32[Array, ""], plan: Plan) -> Rows:
@@ -107,6 +109,7 @@ def load_queries(q: Any, head: Int32[Array, ""], rows: Rows, buffers: Buffers, p
 def attend(
     piece: Piece,
     rows: Rows,
+    warpgroup: Int32[Array, ""],
     initial: tuple[Array, Array],
     first_slot: Array,
     buffers: Buffers,
@@ -128,10 +131,21 @@ def attend(
         last_of_row = token_of_row * 0 + (piece.num_keys - 1 - piece.first_key)
         whole_until = lax.div(piece.num_keys - piece.first_key, jnp.int32(block))
 
+    two = piece.length > plan.tokens_per_warpgroup
+
+    def give_turn(meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Where two warpgroups compute, one has the tensor cores while the other does its softmax: each stops where it
+        has issued the scores' product, and where it is ready for the values', until the other is at its next stop."""
+        if plan.warpgroups == 1:
+            return meanwhile()
+        pl.when(two)(lambda: plgpu.barrier_arrive(buffers.turn))
+        meanwhile()
+        pl.when(two)(lambda: plgpu.barrier_wait(buffers.turn))
+
     def tile(j: Array, state: Softmax, masked: bool) -> Softmax:
         slot = lax.rem(ahead + j, stages)
         plgpu.barrier_wait(buffers.keys_here.at[slot])
-        s = scores(buffers.queries, buffers.keys.at[slot], interpreted)
+        s = scores(buffers.queries, buffers.keys.at[slot], give_turn)
         plgpu.barrier_arrive(buffers.keys_free.at[slot])
         if soft_cap is not None:
             s = jnp.tanh(s * (scale / soft_cap))
@@ -147,10 +161,23 @@ def attend(
         total = state.total * shrink + jnp.sum(p, axis=1)
         acc = state.acc * lax.broadcast_in_dim(shrink, state.acc.shape, [0])
         acc, m, total, p = lax.optimization_barrier((acc, m, total, p.astype(dtype)))
-        plgpu.barrier_wait(buffers.values_here.at[slot])
+        give_turn(lambda: plgpu.barrier_wait(buffers.values_here.at[slot]))
         acc = add_product(acc, p, buffers.values.at[slot], interpreted)
         plgpu.barrier_arrive(buffers.values_free.at[slot])
         return Softmax(acc, m, total)
+
+    def loops(state: Softmax, whole_from: Array, whole_until: Array) -> Softmax:
+        if plan.window is None:
+            state = lax.fori_loop(whole_from, whole_until, lambda j, s: tile(j, s, masked=False), state)
+            return lax.fori_loop(whole_until, piece.end, lambda j, s: tile(j, s, masked=True), state)
+
+        def half(i: Array, state: Softmax) -> Softmax:
+            """Masked tiles, and then (at first) whole ones: the code of each kind of tile is there once."""
+            begin, end = jnp.where(i == 0, piece.begin, whole_until), jnp.where(i == 0, whole_from, piece.end)
+            state = lax.fori_loop(begin, end, lambda j, s: tile(j, s, masked=True), state)
+            return lax.fori_loop(end, jnp.where(i == 0, whole_until, end), lambda j, s: tile(j, s, masked=False), state)
+
+        return lax.fori_loop(0, 2, half, state)
 
     state = Softmax(
         plgpu.layout_cast(jnp.zeros((ROWS, plan.head_dim), jnp.float32), MATRIX),
@@ -161,16 +188,12 @@ def attend(
         below = last_position - (plan.window - 1) - piece.first_key  # keys before what the last row sees
         whole_from = jnp.clip(lax.div(jnp.maximum(below, 0) + (block - 1), jnp.int32(block)), piece.begin, piece.end)
     whole_until = jnp.clip(whole_until, whole_from, piece.end)
-    if plan.window is None:
-        state = lax.fori_loop(whole_from, whole_until, lambda j, s: tile(j, s, masked=False), state)
-        return lax.fori_loop(whole_until, piece.end, lambda j, s: tile(j, s, masked=True), state)
-
-    def half(i: Array, state: Softmax) -> Softmax:
-        begin, end = jnp.where(i == 0, piece.begin, whole_until), jnp.where(i == 0, whole_from, piece.end)
-        state = lax.fori_loop(begin, end, lambda j, s: tile(j, s, masked=True), state)
-        return lax.fori_loop(end, jnp.where(i == 0, whole_until, end), lambda j, s: tile(j, s, masked=False), state)
-
-    return lax.fori_loop(0, 2, half, state)
+    if plan.warpgroups == 2:  # the second starts half a tile later
+        pl.when(warpgroup == 1)(give_turn)
+    state = loops(state, whole_from, whole_until)
+    if plan.warpgroups == 2:
+        pl.when(warpgroup == 0)(give_turn)
+    return state
 
 
 def pass_tiles(piece: Piece, first_slot: Array, buffers: Buffers, plan: Plan) -> None:

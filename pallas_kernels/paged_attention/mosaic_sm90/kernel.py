@@ -118,7 +118,17 @@ def attention(
                     load_queries(q, head, rows, buffers, plan)
                     initial = first_maximum(sink, head, piece, plan)
                     state = attend(
-                        piece, rows, initial, count, buffers, plan, scale, soft_cap, dtype, interpret is not None
+                        piece,
+                        rows,
+                        warpgroup,
+                        initial,
+                        count,
+                        buffers,
+                        plan,
+                        scale,
+                        soft_cap,
+                        dtype,
+                        interpret is not None,
                     )
                     store_results(state, piece, rows, worker, head, warpgroup, out, partials, buffers, plan)
 
@@ -191,5 +201,6 @@ def _scratch(plan: Plan, dtype: DTypeLike) -> list[Any]:
         here,
         free,
         free,
+        plgpu.Barrier(num_arrivals=n),
         plgpu.Barrier(num_arrivals=plan.copies),
     ]

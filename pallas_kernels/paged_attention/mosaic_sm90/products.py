@@ -4,6 +4,7 @@ The one place where compiled and interpreted kernels differ: JAX's interpreter o
 an operand in registers. What runs on a GPU is compiled, and looked at, by `scripts/check_kernels.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,11 +13,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
-def scores(queries: Any, keys: Any, interpreted: bool) -> Array:
-    """queries [64, D] @ keys [K, D]^T, both in shared memory; float32, in registers."""
+def scores(queries: Any, keys: Any, when_issued: Callable[[], None]) -> Array:
+    """queries [64, D] @ keys [K, D]^T, both in shared memory; float32, in registers.
+
+    Calls when_issued() before it waits for the result.
+    """
 
     def product(acc: Any) -> Array:
         plgpu.wgmma(acc, queries, keys.transpose((1, 0)))
+        when_issued()
         return acc[...]
 
     return pl.run_scoped(product, plgpu.ACC((queries.shape[0], keys.shape[0]), jnp.float32))
