@@ -45,6 +45,7 @@ def compile_here(args: argparse.Namespace) -> dict[str, Any]:
     from scripts.gpu.launches import launches, per_layer
     from scripts.gpu.step_programs import Program, StepSize, step_programs, with_layers
     from scripts.gpu.target import target_mesh
+    from scripts.gpu.traffic import kernel_bytes, least_bytes
 
     if args.config:
         config = ModelConfig.from_hf(PUBLISHED[args.config])
@@ -73,11 +74,24 @@ def compile_here(args: argparse.Namespace) -> dict[str, Any]:
         shorter = launches(compiled(programs(config.num_layers - 1)[0]).thunks)
     else:
         shorter = []
-    head_program = compiled(head)
+    head_launches = len(launches(compiled(head).thunks))
     params, caches, _, _ = forward.args
     first = len(jax.tree.leaves(params))
     cache_leaves = jax.tree.leaves(caches)
     aliased = aliased_arguments(full.hlo) & set(range(first, first + len(cache_leaves)))
+    moved = least = None
+    if args.tokens == args.reqs:  # a decode, in which a request's keys are read for one token
+        cache_shapes = {leaf.shape for leaf in cache_leaves}
+        tables = {(args.reqs, size.table_width), (args.reqs + 1, size.table_width)}
+        beside = kernel_bytes(full.hlo, [*cache_shapes, *tables]) / config.num_layers
+        facts, itemsize = config.attention_layers()[0], cache_leaves[0].dtype.itemsize
+        keys = args.reqs * args.context
+        least = least_bytes(args.tokens, keys, facts.num_heads, facts.num_kv_heads, facts.head_dim, itemsize)
+        # Keys and values are read block by block, written once by slot.
+        blocks = args.reqs * -(-args.context // args.block_size)
+        moved = (
+            int(beside) + 2 * (blocks * args.block_size + args.tokens) * facts.num_kv_heads * facts.head_dim * itemsize
+        )
     copies = [copy for shape in {leaf.shape for leaf in cache_leaves} for copy in copies_of(full.hlo, shape)]
     return {
         "model": args.config or args.model,
@@ -87,16 +101,20 @@ def compile_here(args: argparse.Namespace) -> dict[str, Any]:
         "tokens": args.tokens,
         "reqs": args.reqs,
         "layers": config.num_layers,
-        "launches": len(ran),
+        "launches": len(ran) + head_launches,
         "launches_per_layer": len(ran) - len(shorter),
         "launches_of_a_layer": per_layer(ran, shorter, 1),
-        "launches_of_head_and_sampler": len(launches(head_program.thunks)),
+        "launches_of_forward": len(ran),
+        "launches_of_head_and_sampler": head_launches,
         "cache_copies": len(copies),
         "copies": copies[:4],
         "caches_aliased": len(aliased),
         "caches": len(cache_leaves),
         "cache_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in cache_leaves),
         "temp_bytes": full.temp_bytes,
+        "context": args.context,
+        "kernel_bytes_per_layer": moved,
+        "least_bytes_per_layer": least,
         "lower_s": round(full.lower_s, 2),
         "compile_s": round(full.compile_s, 2),
         "sequence": [f"{kind} {name}" for kind, name in ran] if args.show else None,
@@ -109,7 +127,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="compile_step.") as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, os.path.abspath(__file__), "--inside", str(result), "--dumps", folder]
-        for name in ("target", "tokens", "reqs", "blocks", "block_size", "max_model_len", "dtype", "implementation"):
+        for name in (
+            "target",
+            "tokens",
+            "reqs",
+            "blocks",
+            "block_size",
+            "max_model_len",
+            "context",
+            "dtype",
+            "implementation",
+        ):
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         command += ["--config", args.config] if args.config else ["--model", args.model]
         command += ["--layers", str(args.layers)] if args.layers else []
@@ -144,14 +172,20 @@ def show(console: Console, figures: dict[str, Any]) -> None:
     table.add_column("", no_wrap=True)
     table.add_column("", justify="right")
     in_place = f"{figures['caches_aliased']} of {figures['caches']} ({figures['cache_bytes'] / 1e9:.2f} GB)"
+    traffic, least = "not a decode", figures["least_bytes_per_layer"]
+    if least:
+        moved = figures["kernel_bytes_per_layer"]
+        traffic = f"{moved / 1e6:.1f} MB, {moved / least:.3f} of the least, at {figures['context']} tokens a request"
     rows = {
         "attention": figures["implementation"],
         "launches": figures["launches"],
-        "  a layer": figures["launches_per_layer"],
+        "  forward": figures["launches_of_forward"],
+        "  of it a layer": figures["launches_per_layer"],
         "  head and sampler": figures["launches_of_head_and_sampler"],
         "copies of a cache": figures["cache_copies"],
         "caches in place": in_place,
         "temporaries": f"{figures['temp_bytes'] / 1e6:.1f} MB",
+        "kernels move a layer": traffic,
         "lowering, compiling": f"{figures['lower_s']:.1f} s, {figures['compile_s']:.1f} s",
     }
     for name, value in rows.items():
@@ -182,6 +216,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=4096, help="of the KV cache (default: 4096)")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-model-len", type=int, default=8192, help="sets the block table's width (default: 8192)")
+    parser.add_argument("--context", type=int, default=2048, help="tokens a request has, for bytes (default: 2048)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--most-launches", type=int, metavar="N", help="fail on more than N a layer")
     parser.add_argument("--show", action="store_true", help="also list the launches, in order")

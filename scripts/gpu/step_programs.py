@@ -41,6 +41,11 @@ class StepSize:
     block_size: int = 16
     max_model_len: int = 8192
 
+    @property
+    def table_width(self) -> int:
+        """Blocks that a row of the block table names."""
+        return -(-self.max_model_len // self.block_size)
+
 
 def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
     """The model, with its first layers only."""
@@ -58,8 +63,7 @@ def step_programs(
     group = CacheGroup(GroupSpec(size.block_size, layers), implementation)
     functions = StepFunctions(definition, (group,), size.reqs, shapes.max_logits)
     caches = abstract_caches(layers, size.blocks, size.block_size, jnp.dtype(dtype))
-    width = -(-size.max_model_len // size.block_size)
-    state = jax.eval_shape(lambda: init_state(size.reqs, [width]))
+    state = jax.eval_shape(lambda: init_state(size.reqs, [size.table_width]))
     layout = shapes.layouts[size.tokens]
 
     def forward(params: Any, kv_caches: Any, state: Any, buffer: jax.Array) -> Any:
