@@ -48,7 +48,7 @@ def workloads(tiny: bool) -> list[Workload]:
         Workload("decode 1 x 1k", ((1, 1023),), "memory"),
         Workload("prefill 4k", ((4096, 0),), "compute"),
         Workload("prefill 16k", ((16384, 0),), "compute"),
-        Workload("mixed", mixed, "compute"),
+        Workload("mixed", mixed, "memory"),
     ]
 
 
@@ -76,9 +76,8 @@ def attention(tiny: bool, ceilings: dict[str, float], most_bytes: float) -> Iter
         for implementation in kernel_tables()["paged_attention"]:
             row: dict[str, Any] = {"workload": work.name, "implementation": implementation.name}
             reason = implementation.refuses(layer, size, jnp.dtype(heads.dtype), platform)
-            if reason is not None or (
-                implementation.name == "reference" and platform == "gpu" and work.bound == "compute"
-            ):
+            long = any(new > 1 for new, _ in work.requests)
+            if reason is not None or (implementation.name == "reference" and platform == "gpu" and long):
                 yield row | {"refused": reason or "left out: too slow to wait for"}
                 continue
             try:
