@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import AttentionLayer, GroupSpec, KVCache, slot_mapping, write_kv_cache
+from pallas_kernels import (
+    AttentionLayer,
+    GroupSpec,
+    KVCache,
+    RopeTable,
+    rope_and_write_kv_cache,
+    slot_mapping,
+    write_kv_cache,
+)
 from pallas_kernels.configurations import kernel_tables
 from scripts.gpu_bench.batches import (
     Batch,
@@ -128,17 +137,15 @@ _attend = jax.jit(_attend_once, static_argnums=(0, 1))
 
 
 def slots_and_writes(tiny: bool) -> Iterator[dict[str, Any]]:
-    """A row per implementation of slot mapping and cache write: they must be exact."""
+    """A row per implementation of slot mapping, cache write, and rotation with it. All but the rotation must be exact;
+    that may be rounded to the dtype once.
+    """
     heads = Heads(4, 2, 16, "float32") if tiny else Heads(32, 8, 128)
     tokens, rows, longest, size = (12, 4, 24, 4) if tiny else (512, 64, 2000, 16)
     requests = random_requests(np.random.default_rng(1), tokens - 2, rows, longest)
     batch = make_batch(requests, heads, size, padded_tokens=tokens, padded_rows=rows)
-    metadata = batch.metadata()
-    positions, slots = batch.positions_and_slots()
-    k, v = np.random.default_rng(2).standard_normal((2, tokens, heads.kv, heads.dim), np.float32)
-    k[batch.num_tokens :] = v[batch.num_tokens :] = np.nan
-    stored_k, stored_v = as_stored(k, heads.dtype), as_stored(v, heads.dtype)
-    for what in ("slot_mapping", "write_kv_cache"):
+    checks = {"slot_mapping": _slots, "write_kv_cache": _write, "rope_and_write_kv_cache": _rope_and_write}
+    for what, check in checks.items():
         for kernel in kernel_tables()[what]:
             row: dict[str, Any] = {"kernel": what, "implementation": kernel.name, "case": f"{tokens} tokens"}
             reason = kernel.refuses()
@@ -146,33 +153,69 @@ def slots_and_writes(tiny: bool) -> Iterator[dict[str, Any]]:
                 yield row | {"refused": reason}
                 continue
             try:
-                if what == "slot_mapping":
-                    got = np.asarray(
-                        slot_mapping(
-                            metadata.query_start_loc,
-                            metadata.positions,
-                            metadata.block_table,
-                            block_size=size,
-                            implementation=kernel.name,
-                        )
-                    )
-                    yield row | {"ok": bool((got == slots).all())}
-                else:
-                    empty = jnp.full((batch.num_blocks, size, heads.kv, heads.dim), 7, heads.dtype)
-                    write = jax.jit(write_kv_cache, static_argnames="implementation")
-                    written = write(
-                        stored_k, stored_v, KVCache(empty, empty), metadata.slot_mapping, implementation=kernel.name
-                    )
-                    same = [_written(new, x, slots) for new, x in zip(written, (stored_k, stored_v), strict=True)]
-                    yield row | {"ok": all(same)}
+                yield row | {"ok": check(batch, kernel.name)}
             except Exception as error:
                 yield row | {"ok": False, "failed": f"{type(error).__name__}: {error}"[:500]}
 
 
-def _written(cache: jax.Array, rows: jax.Array, slots: np.ndarray) -> bool:
-    """The rows are at their slots, bit for bit, and the rest is what it was."""
-    flat = np.asarray(cache.astype(jnp.float32)).reshape(-1, *cache.shape[2:])
-    expected = np.full(flat.shape, 7, np.float32)
+def _slots(batch: Batch, name: str) -> bool:
+    metadata = batch.metadata()
+    arrays = metadata.query_start_loc, metadata.positions, metadata.block_table
+    found = slot_mapping(*arrays, block_size=batch.block_size, implementation=name)
+    return bool((np.asarray(found) == batch.positions_and_slots()[1]).all())
+
+
+def _write(batch: Batch, name: str) -> bool:
+    _, k, v, cache, slots = _inputs_of_write(batch)
+    write = jax.jit(partial(write_kv_cache, implementation=name))
+    written = write(k, v, cache, slots)
+    return all(_written(new, _exact(x), np.asarray(slots), 0.0) for new, x in zip(written, (k, v), strict=True))
+
+
+def _rope_and_write(batch: Batch, name: str) -> bool:
+    q, k, v, cache, slots = _inputs_of_write(batch)
+    angles = np.random.default_rng(3).uniform(-3, 3, (batch.padded_tokens, batch.heads.dim // 2))
+    table = RopeTable(*(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)))
+    turned, written = jax.jit(partial(rope_and_write_kv_cache, implementation=name))(q, k, v, table, cache, slots)
+    turns = (np.asarray(table.cos, np.float64) + 1j * np.asarray(table.sin, np.float64))[:, None]
+
+    def rotated(x: jax.Array) -> np.ndarray:
+        first, second = np.split(_exact(x), 2, axis=-1)
+        pairs = (first + 1j * second) * turns
+        return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+    # A sum of two products: rounded to the dtype, after float32's roundings of each.
+    roundoff = float(jnp.finfo(batch.heads.dtype).eps) + 1e-6
+    real = slice(batch.num_tokens)
+    close = np.abs(_exact(turned)[real] - rotated(q)[real]) <= roundoff * (1 + np.abs(rotated(q)[real]))
+    return bool(
+        close.all()
+        and _written(written.k, rotated(k), np.asarray(slots), roundoff)
+        and _written(written.v, _exact(v), np.asarray(slots), 0.0)
+    )
+
+
+def _inputs_of_write(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array, KVCache, jax.Array]:
+    """(q, k, v, a cache full of sevens, slots), NaN for padding tokens."""
+    heads, rng = batch.heads, np.random.default_rng(2)
+    arrays = []
+    for count in (heads.query, heads.kv, heads.kv):
+        x = rng.standard_normal((batch.padded_tokens, count, heads.dim), np.float32)
+        x[batch.num_tokens :] = np.nan
+        arrays.append(as_stored(x, heads.dtype))
+    full = jnp.full((batch.num_blocks, batch.block_size, heads.kv, heads.dim), 7, heads.dtype)
+    q, k, v = arrays
+    return q, k, v, KVCache(full, full), batch.metadata().slot_mapping
+
+
+def _exact(x: jax.Array) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def _written(cache: jax.Array, rows: np.ndarray, slots: np.ndarray, roundoff: float) -> bool:
+    """The rows are at their slots, within a roundoff, and the rest is what it was."""
+    flat = _exact(cache).reshape(-1, *cache.shape[2:])
+    expected = np.full(flat.shape, 7.0)
     real = slots >= 0
-    expected[slots[real]] = np.asarray(rows.astype(jnp.float32))[real]
-    return bool((flat == expected).all())
+    expected[slots[real]] = rows[real]
+    return bool((np.abs(flat - expected) <= roundoff * (1 + np.abs(expected))).all())
