@@ -1,7 +1,6 @@
 """One engine, several threads: each gets its own, whoever drives; and what happens when a step fails."""
 
 import threading
-import time
 
 import pytest
 
@@ -92,25 +91,25 @@ def test_a_call_comes_between_two_steps_and_gives_its_result_or_its_error():
 
 def test_an_abort_from_another_thread():
     shared = SharedEngine(make_engine())
-    step = shared.engine.runner.execute_model
+    step, started, posted = shared.engine.runner.execute_model, threading.Event(), threading.Event()
 
-    def slow(plan):
-        time.sleep(0.001)
+    def waits_for_the_abort(plan):
+        if shared.engine.runner.steps == 2:
+            started.set()
+            assert posted.wait(60)
         return step(plan)
 
-    shared.engine.runner.execute_model = slow
+    shared.engine.runner.execute_model = waits_for_the_abort
     inbox = Inbox()
     shared.submit([submission("gone", 4, max_tokens=60), submission("stays", 4, max_tokens=40)], inbox)
-    started = threading.Event()
 
     def driver():
-        shared.drive(inbox.has_news)
-        started.set()
         shared.drive(lambda: not inbox.unfinished)
 
     def aborter():
-        started.wait()
+        assert started.wait(60)
         shared.abort(["gone", "never was"])
+        posted.set()
 
     in_threads(driver, aborter)
     outputs, _ = inbox.take()
@@ -183,7 +182,7 @@ def test_the_background_thread_lives_as_long_as_there_are_requests():
         inbox.on_arrival = done.set
         shared.submit([submission("a", 4, max_tokens=3)], inbox)
         shared.drive_in_background()
-        assert done.wait(10) and inbox.take()[0][0].outputs[0].token_ids == [5, 6, 7]
+        assert done.wait(60) and inbox.take()[0][0].outputs[0].token_ids == [5, 6, 7]
     shared.shutdown()
     assert shared._background is None or not shared._background.is_alive()
 
@@ -205,7 +204,7 @@ def test_a_failed_step_in_the_background_does_not_end_the_thread_for_others():
         inbox.on_arrival = done.set
         shared.submit([submission("a", 4, max_tokens=3)], inbox)
         shared.drive_in_background()
-        assert done.wait(10)
+        assert done.wait(60)
         (output,), _ = inbox.take()
         assert isinstance(output, RuntimeError) == (expected == "fails")
     shared.shutdown()

@@ -183,24 +183,41 @@ def test_async_tasks(llm):
     served.shutdown()
 
 
-def test_async_aborts(llm):
-    served = AsyncLLM(llm)
+def test_async_aborts(llm, monkeypatch):
+    served, step, gate = AsyncLLM(llm), llm.engine.step, threading.Event()
+    gate.set()
+
+    def gated_step():
+        assert gate.wait(60)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", gated_step)
 
     async def main():
         stream = served.generate("go", greedy(max_tokens=50), "broken off")
         async for _ in stream:
             break
         await stream.aclose()
+        gate.clear()  # no step ends before the request is cancelled, however slow this task is
         task = asyncio.create_task(anext(served.generate("go", greedy(max_tokens=50, output_kind=FINAL), "cancelled")))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        outputs = []
+        gate.set()
+        outputs, first = [], llm.engine.step
+
+        def one_step():
+            monkeypatch.setattr(llm.engine, "step", first)
+            gate.clear()
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", one_step)
         async for output in served.generate("go", greedy(max_tokens=50), "aborted"):
             outputs.append(output)
             if len(outputs) == 1:
                 await served.abort("aborted")
+                gate.set()
         assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
         assert len(outputs[-1].outputs[0].token_ids) < 50
         with pytest.raises(ValueError, match="the prompt is empty"):
