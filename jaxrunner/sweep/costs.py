@@ -92,7 +92,7 @@ def _measure_size(
     least = np.inf
     for attempt in range(repeats + 1):
         start = time.perf_counter()
-        _, _, runner.kv_caches, runner.state = forward(runner.params, runner.kv_caches, runner.state, buffer)
+        _, _, runner.kv_caches, runner.state, *_ = forward(runner.params, runner.kv_caches, runner.state, buffer)
         jax.block_until_ready(runner.kv_caches)
         if attempt:
             least = min(least, time.perf_counter() - start)
