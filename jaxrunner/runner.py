@@ -246,6 +246,8 @@ class ModelRunner:
         """
         if self._pending is not None:
             raise RuntimeError("the previous step is pending: call its result() before the next submit")
+        if self.recorder is not None:
+            self.recorder.check()
         refuse_unserved(scheduler_output)
         for data in scheduler_output.scheduled_new_reqs:
             if data.sampling_params is not None:

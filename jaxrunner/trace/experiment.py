@@ -45,6 +45,7 @@ class HostRunner:
 
     def step(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """One step; what ``ModelRunner.execute_model`` would do, with an arithmetic model."""
+        self.recorder.check()
         self.settle(plan)
         if not self.batch.num_reqs:
             self.recorder.finish(self.recorder.begin(plan, None), [], {})

@@ -9,6 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,10 +21,14 @@ from jaxrunner.trace.plan_json import snapshot
 
 _RESET, _END = object(), object()
 _PAUSE = 0.02  # seconds between two looks at the queue: waking the writer at every step would cost the step thread more
+MOST_WAITING = 2000  # steps: when the writer is so far behind, the step thread waits for it
 
 
 class Recorder(ABC):
     """What a runner tells of its steps. A subclass says what becomes of a finished record."""
+
+    def check(self) -> None:
+        """To be called before a step changes anything. Raises RuntimeError if steps cannot be recorded any more."""
 
     def begin(self, scheduler_output: SchedulerOutput, inputs: StepInputs | None) -> StepRecord:
         """To be called when the upload is packed and before the step reads it. inputs: None if nothing is scheduled."""
@@ -75,10 +80,11 @@ class StepRecorder(Recorder):
         about: more for the header: config, model, device.
 
     Attributes:
-        close: ends the file, once all is written; may be called any number of times.
+        close: ends the file, once all is written; may be called any number of times. Steps after it are not recorded.
+            Raises RuntimeError if the file could not be written and nobody has been told.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str | Path, geometry: Geometry, about: Mapping[str, Any] | None = None) -> None:
@@ -88,49 +94,71 @@ class StepRecorder(Recorder):
         header |= {"device": None, **(about or {}), "versions": versions(), "commit": commit()}
         file.write(json.dumps(header) + "\n")
         self._queue: deque[Any] = deque()
-        self._failure: list[BaseException] = []
+        self._failure = _Failure(self.path)
         # A daemon, and no reference to self: a recorder that is dropped, or left open at exit, still ends its file.
         self._thread = threading.Thread(
             target=_write, args=(self._queue, Encoder(geometry), file, self._failure), name="trace", daemon=True
         )
         self._thread.start()
-        self.close = weakref.finalize(self, _end, self._queue, self._thread)
+        self.close = weakref.finalize(self, _end, self._queue, self._thread, self._failure)
 
-    def begin(self, scheduler_output: SchedulerOutput, inputs: StepInputs | None) -> StepRecord:
-        if self._failure:
-            raise RuntimeError(f"the trace {self.path} could not be written: {self._failure[0]}") from self._failure[0]
-        return super().begin(scheduler_output, inputs)
+    def check(self) -> None:
+        self._failure.tell()
 
     def reset(self) -> None:
-        self._queue.append(_RESET)
+        self._put(_RESET)
 
     def _take(self, record: StepRecord) -> None:
-        self._queue.append(record)
+        self._put(record)
+
+    def _put(self, item: Any) -> None:
+        alive = self._thread.is_alive  # not once the file has ended, and nobody would take it from the queue
+        while len(self._queue) >= MOST_WAITING and alive():
+            time.sleep(_PAUSE)
+        if alive():
+            self._queue.append(item)
 
 
-def _write(records: deque[Any], encoder: Encoder, file: IO[str], failure: list[BaseException]) -> None:
-    with file:
-        while True:
-            if not records:
-                file.flush()
-                time.sleep(_PAUSE)
-                continue
-            record = records.popleft()
-            if record is _END:
-                return
-            if failure:
-                continue
-            try:
+@dataclass(slots=True)
+class _Failure:
+    """Why the writer gave up, if it did, and whether the step thread knows."""
+
+    path: Path
+    error: BaseException | None = None
+    told: bool = False
+
+    def tell(self) -> None:
+        if self.error is not None:
+            self.told = True
+            raise RuntimeError(f"the trace {self.path} could not be written: {self.error}") from self.error
+
+
+def _write(records: deque[Any], encoder: Encoder, file: IO[str], failure: _Failure) -> None:
+    try:
+        with file:
+            while True:
+                if not records:
+                    file.flush()
+                    time.sleep(_PAUSE)
+                    continue
+                record = records.popleft()
+                if record is _END:
+                    return
                 if record is _RESET:
                     encoder.reset()
                     line: dict[str, Any] = {"event": "reset"}
                 else:
                     line = encoder.line(record)
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
-            except BaseException as error:  # told to the step thread at its next step
-                failure.append(error)
+    except BaseException as error:  # a full disk, too: told to the step thread at its next step, or at the end
+        failure.error = error
+        records.clear()
 
 
-def _end(records: deque[Any], thread: threading.Thread) -> None:
+def _end(records: deque[Any], thread: threading.Thread, failure: _Failure) -> None:
     records.append(_END)
+    if thread is threading.current_thread():  # the garbage collector came by in the writer itself: it ends on its own
+        return
     thread.join()
+    if not failure.told:
+        failure.tell()
