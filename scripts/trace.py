@@ -30,6 +30,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -55,7 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
         # Piped output is not cut at 80 columns.
-        return args.run(args, Console(width=None if sys.stdout.isatty() else 200))
+        width = None if sys.stdout.isatty() else 200
+        # Request ids are anybody's text: [b] or :key: in one is not ours to interpret.
+        return args.run(args, Console(width=width, markup=False, emoji=False))
     except (ValueError, OSError) as error:
         print(f"trace.py {args.command}: {error}", file=sys.stderr)
         return 2
@@ -107,12 +110,13 @@ def show(args: argparse.Namespace, console: Console) -> int:
         for table in step_tables(line, trace.geometry, args.tokens):
             console.print(table)
     elif args.request is not None:
-        if args.json:
-            for line in trace.steps():
-                if args.request in line["req_ids"]:
-                    print(json.dumps(line))
+        table = request_table(trace.lines(), args.request)
+        if not args.json:
+            console.print(table)
             return 0
-        console.print(request_table(trace.lines(), args.request))
+        for line in trace.steps():
+            if args.request in line["req_ids"]:
+                print(json.dumps(line))
     else:
         overview(trace, args, console)
     return 0
@@ -152,10 +156,10 @@ def show_stops(args: argparse.Namespace, console: Console) -> int:
         print(json.dumps([dataclasses.asdict(stop) for stop in found]))
         return 0
     for stop in found:
-        console.print(f"[bold]{stop.number}. {stop.where}[/bold]: {stop.verify}")
-        console.print(f"   {stop.formula}", highlight=False, markup=False)
+        console.print(Text(f"{stop.number}. {stop.where}", "bold") + f": {stop.verify}")
+        console.print(f"   {stop.formula}", highlight=False)
         for name, value in stop.values.items():
-            console.print(f"   {name}: {value}", markup=False)
+            console.print(f"   {name}: {value}")
     return 0
 
 

@@ -27,6 +27,7 @@ MOST_WAITING = 2000  # steps: when the writer is so far behind, the step thread 
 class Recorder(ABC):
     """What a runner tells of its steps. A subclass says what becomes of a finished record."""
 
+    @abstractmethod
     def check(self) -> None:
         """To be called before a step changes anything. Raises RuntimeError if steps cannot be recorded any more."""
 
@@ -62,6 +63,9 @@ class MemoryRecorder(Recorder):
     def __init__(self, geometry: Geometry) -> None:
         self.lines: list[dict[str, Any]] = []
         self._encoder = Encoder(geometry)
+
+    def check(self) -> None:
+        pass
 
     def reset(self) -> None:
         self._encoder.reset()

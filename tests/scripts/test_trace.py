@@ -54,6 +54,23 @@ def test_a_planted_fault_is_named_and_told_by_the_exit_status(recorded: Path, ca
     assert "slot_mapping[0][1]" in capsys.readouterr().out
 
 
+def test_any_text_is_shown_as_a_request_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, name = tmp_path / "t.jsonl", "[red]:smile:[/b]"
+    assert command.main(["experiment", "--keep", str(path), "--prompts", f"{name}=5"]) == 0
+    for arguments in (["show", "--step", "1"], ["show", "--request", name], ["stops", "--step", "1"]):
+        capsys.readouterr()
+        assert command.main([arguments[0], str(path), *arguments[1:]]) == 0
+        assert name in capsys.readouterr().out
+
+
+def test_a_request_that_no_step_knows_is_an_error(recorded: Path, capsys: pytest.CaptureFixture[str]):
+    for more in ([], ["--json"]):
+        assert command.main(["show", str(recorded), "--request", "nobody", *more]) == 2
+        assert "'nobody'" in capsys.readouterr().err
+    assert command.main(["show", str(recorded), "--request", "B", "--json"]) == 0
+    assert all("B" in json.loads(line)["req_ids"] for line in capsys.readouterr().out.splitlines())
+
+
 def test_it_runs_as_a_script_and_says_what_is_missing(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "check", str(tmp_path / "none.jsonl")], capture_output=True, text=True

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxrunner.trace.expected import Expected
+from jaxrunner.trace.expected import Expected, PlanError
 from jaxrunner.trace.reader import Trace
 
 MOST_STEPS = 500
@@ -21,9 +21,12 @@ def page_of(trace: Trace, first: int = 0, most_steps: int = MOST_STEPS) -> str:
         most_steps: how many, at most. A page holds all its data, and a browser all of the page.
 
     Raises:
-        ValueError: the trace has no such step.
+        ValueError: the trace has no such step, or most_steps is below 1.
     """
+    if most_steps < 1:
+        raise ValueError(f"a page shows at least 1 step, got {most_steps}")
     expected = Expected(trace.geometry)
+    ratio = trace.geometry.manager_block_sizes[0] // trace.geometry.block_sizes[0]
     steps: list[dict[str, Any]] = []
     occupancy: list[int] = []
     skipped = 0
@@ -31,13 +34,17 @@ def page_of(trace: Trace, first: int = 0, most_steps: int = MOST_STEPS) -> str:
         if "event" in line:
             expected.reset()
             continue
-        expected.take_plan(line["plan"])
+        try:
+            expected.take_plan(line["plan"])
+        except PlanError:  # check's to name; a faulty trace is what one wants to look at
+            pass
         if line["step"] < first or len(steps) == most_steps:
             skipped += 1
             continue
         steps.append(_small(line))
         held = (known.blocks[0] for known in expected.requests.values() if known.blocks)
-        occupancy.append(len({block for blocks in held for block in blocks}))
+        # In blocks of the pool: a kernel may address parts of them.
+        occupancy.append(len({block // ratio for blocks in held for block in blocks}))
     if not steps:
         raise ValueError(f"{trace.path} has {skipped} steps, none from step {first} on")
     shown = {

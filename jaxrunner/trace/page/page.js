@@ -21,7 +21,15 @@ const step = () => steps[at];
 const rowOf = (t) => step().req_indices[t];
 const blocksOf = (row) => step().block_rows[0][row];
 
+// What a redraw replaces keeps the keyboard's focus: the cell of the same data, or name, gets it.
+const places = (element) => Object.entries(element.dataset).map(([k, v]) => `[data-${k}="${CSS.escape(v)}"]`).join("");
 function show(number) {
+  const focused = document.activeElement, place = focused && focused.closest("#stage") ? places(focused) : "";
+  redraw(number);
+  if (place) document.querySelector(place)?.focus({ preventScroll: true });
+}
+
+function redraw(number) {
   at = Math.max(0, Math.min(steps.length - 1, number));
   const s = step(), ids = s.req_ids;
   $("slider").value = at;
@@ -62,6 +70,7 @@ function drawTables() {
   s.req_ids.forEach((id, row) => {
     const line = make("div", "row"), name = make("button", "name", id), list = make("div", "pages");
     name.style.background = colour(id, 90);
+    name.dataset.request = row;
     name.onclick = () => { request = id; token = s.query_start_loc[row]; show(at); explainToken(token); };
     if (id === request) name.classList.add("selected");
     blocksOf(row).forEach((block, logical) => {
@@ -164,7 +173,8 @@ function explainRow(field, row) {
 
 function explainCell(field, t) {
   const s = step(), row = rowOf(t), id = s.req_ids[row], p = s.positions[t], q = s.query_start_loc[row], offset = t - q;
-  const logical = Math.floor(p / size), block = blocksOf(row)[logical], slot = s.slot_mapping[0][t];
+  const logical = Math.floor(p / size), slot = s.slot_mapping[0][t];
+  const block = blocksOf(row)[logical] ?? Math.floor(slot / size);  // a long row is cut in the trace
   const texts = {
     token: [`token ${t} of the flat stream`, `It belongs to row ${row}, ${id}.`],
     query_pos: [`query_pos[${t}] = ${t} - query_start_loc[${row}] = ${t} - ${q} = ${offset}`, "Offset within the row's interval."],
@@ -172,7 +182,7 @@ function explainCell(field, t) {
     req_indices: [`req_indices[${t}] = ${row}, since query_start_loc[${row}] = ${q} <= ${t} < ${s.query_start_loc[row + 1]}`, ""],
     positions: [`positions[${t}] = computed[${row}] + query_pos[${t}] = ${s.computed[row]} + ${offset} = ${p}`, "The token's place in its request; rotary embedding and KV slot follow from it."],
     "logical block": [`positions[${t}] // ${size} = ${p} // ${size} = ${logical}`, ""],
-    slot_mapping: [`slot = block_table[row][position // ${size}] * ${size} + position % ${size}\n     = block_table[${row}][${logical}] * ${size} + ${p % size}\n     = ${block === undefined ? "?" : block} * ${size} + ${p % size} = ${slot}`, "Where this token's key and value are written."],
+    slot_mapping: [`slot = block_table[row][position // ${size}] * ${size} + position % ${size}\n     = block_table[${row}][${logical}] * ${size} + ${p % size}\n     = ${block} * ${size} + ${p % size} = ${slot}`, "Where this token's key and value are written."],
   };
   const values = { token: t, query_pos: offset, token_ids: s.token_ids[t], req_indices: row, positions: p, "logical block": logical, slot_mapping: slot };
   explain(`${field}[${t}]`, values[field], ...texts[field]);

@@ -3,11 +3,15 @@
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jaxrunner.batch import update_states
 from jaxrunner.trace import open_trace
+from jaxrunner.trace.experiment import HostRunner
 from jaxrunner.trace.page import page_of
 from tests.jaxrunner.trace.traffic import run_traffic
 
@@ -105,6 +109,15 @@ def test_the_keyboard_moves_it(browser, traffic: Path, tmp_path: Path):
     assert page.locator("[data-token='1']").get_attribute("aria-pressed") == "true"
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.tagName") in ("BUTTON", "INPUT")
+    page.locator("[data-token='2']").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.dataset.token") == "2"  # though all cells were drawn anew
+    cell = page.locator("#tokens [data-field='positions']").nth(1)
+    cell.focus()
+    number = cell.get_attribute("data-cell")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.dataset.cell") == number
+    assert page.locator("#explanation strong").inner_text().startswith(f"positions[{number}]")
     assert said == []
     page.close()
 
@@ -135,6 +148,58 @@ def test_a_name_cannot_end_the_script(traffic: Path, tmp_path: Path):
     path.write_text(text)
     page = page_of(open_trace(path))
     assert hostile not in page and page.count("</script>") == 2
+    with pytest.raises(ValueError, match="at least 1 step, got 0"):
+        page_of(open_trace(path), most_steps=0)
     with pytest.raises(ValueError, match="none from step"):
         page_of(open_trace(path), first=10_000)
     assert '"skipped":' in page_of(open_trace(path), most_steps=2)
+
+
+def test_a_slot_behind_a_cut_row_is_explained_too(browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jaxrunner.trace.encode.MOST_BLOCKS", 1)
+    path = tmp_path / "t.jsonl"
+    run_traffic(path, 3)
+    lines = list(open_trace(path).steps())
+    at = next(n for n, line in enumerate(lines) if any(p >= 4 for p in line.get("positions", ())))
+    token = next(t for t, p in enumerate(lines[at]["positions"]) if p >= 4)
+    page, said = open_page(browser, path, tmp_path)
+    page.locator("#slider").fill(str(at))
+    page.locator(f"[data-token='{token}']").click()
+    slot = lines[at]["slot_mapping"][0][token]
+    assert f"= {slot // 4} * 4 + {slot % 4} = {slot}" in page.locator("#explanation").inner_text()
+    assert said == []
+    page.close()
+
+
+def data_of(page: str) -> dict:
+    return json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+
+
+def test_a_trace_with_a_wrong_plan_can_be_looked_at(tmp_path: Path):
+    """Such a trace above all."""
+
+    def wrong_total(plan):
+        return replace(plan, total_num_scheduled_tokens=plan.total_num_scheduled_tokens + 1)
+
+    class Unchecked(HostRunner):
+        def settle(self, plan) -> None:
+            update_states(self.batch, plan, check=False)
+
+    path = tmp_path / "t.jsonl"
+    with suppress(Exception):  # it ends at the first step already
+        run_traffic(path, 3, make_runner=Unchecked, change_plan=wrong_total)
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    if len(lines) == 1:
+        pytest.fail("nothing was recorded")
+    assert len(data_of(page_of(open_trace(path)))["steps"]) == len(lines) - 1
+
+
+def test_blocks_held_are_counted_as_the_pool_counts_them(traffic: Path, tmp_path: Path):
+    """Kernel blocks of half the size are two to a block of the pool."""
+    held = data_of(page_of(open_trace(traffic)))["occupancy"]
+    header, rest = traffic.read_text().split("\n", 1)
+    halved = json.loads(header)
+    halved["geometry"] |= {"block_sizes": [2], "widths": [2 * n for n in halved["geometry"]["widths"]]}
+    path = tmp_path / "halved.jsonl"
+    path.write_text(json.dumps(halved) + "\n" + rest)
+    assert max(held) > 5 and data_of(page_of(open_trace(path)))["occupancy"] == held

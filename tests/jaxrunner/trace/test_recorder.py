@@ -22,9 +22,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxrunner.trace.encode.plan_to_json", lambda plan: 1 / 0)
 
 
-def test_what_cannot_be_written_is_told_before_a_step_changes_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_cannot_be_written_is_told_before_a_step_changes_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     runner = HostRunner(tmp_path / "t.jsonl", geometry())
     fail(monkeypatch)
     runner.step(SchedulerOutput())
