@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrunner.protocol import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
+from jaxrunner.pooling import PoolingParams
+from jaxrunner.protocol import BlockIds, CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.structured_outputs import StructuredOutputsParams
 
 _PLAIN = (str, int, float, bool, type(None))
 # Of a request or a plan, what has no form in JSON. A trace says that it was there; a replay refuses the step.
-_UNWRITTEN_REQUEST = ("prompt_embeds", "mm_features", "lora_request", "pooling_params")
+_UNWRITTEN_REQUEST = ("prompt_embeds", "mm_features", "lora_request")
 _UNWRITTEN_PLAN = ("scheduled_encoder_inputs", "free_encoder_mm_hashes")
 
 
@@ -42,7 +46,7 @@ def plan_to_json(so: SchedulerOutput) -> dict[str, Any]:
     }
     unwritten = [name for name in _UNWRITTEN_PLAN if getattr(so, name)]
     if so.grammar_bitmask is not None:
-        unwritten.append("grammar_bitmask")
+        plan["grammar_bitmask"] = _grammar_to_json(so.grammar_bitmask)
     if unwritten:
         plan["unwritten"] = unwritten
     return plan
@@ -75,12 +79,17 @@ def plan_from_json(plan: Mapping[str, Any]) -> SchedulerOutput:
         num_common_prefix_blocks=list(plan["num_common_prefix_blocks"]),
         block_copies=[[(a, b) for a, b in copies] for copies in plan["block_copies"]],
         new_block_ids_to_zero=list(plan["new_block_ids_to_zero"]),
+        grammar_bitmask=_grammar_from_json(plan["grammar_bitmask"]) if "grammar_bitmask" in plan else None,
     )
 
 
 def snapshot(so: SchedulerOutput) -> SchedulerOutput:
     """The plan with a copy of each token list: a scheduler may go on appending to them before they are written."""
-    cached = so.scheduled_cached_reqs
+    cached, grammar = so.scheduled_cached_reqs, so.grammar_bitmask
+    if grammar is not None:
+        so = dataclasses.replace(
+            so, grammar_bitmask=dataclasses.replace(grammar, grammar_bitmask=grammar.grammar_bitmask.copy())
+        )
     if not (so.scheduled_new_reqs or cached.all_token_ids):
         return so
     new = [
@@ -106,7 +115,10 @@ def _request_to_json(data: NewRequestData) -> dict[str, Any]:
         "num_computed_tokens": int(data.num_computed_tokens),
         "sampling_params": None if data.sampling_params is None else params_to_json(data.sampling_params),
     }
-    unwritten = [name for name in _UNWRITTEN_REQUEST if (value := getattr(data, name)) is not None and value != ()]
+    if data.pooling_params is not None:
+        request["pooling_params"] = dataclasses.asdict(data.pooling_params)
+    carried = {name: getattr(data, name) for name in _UNWRITTEN_REQUEST}
+    unwritten = [name for name, value in carried.items() if value is not None and not _is_empty(value)]
     if unwritten:
         request["unwritten"] = unwritten
     return request
@@ -114,7 +126,7 @@ def _request_to_json(data: NewRequestData) -> dict[str, Any]:
 
 def _request_from_json(request: Mapping[str, Any]) -> NewRequestData:
     _refuse(request, f"request {request['req_id']!r}")
-    params = request["sampling_params"]
+    params, pooling = request["sampling_params"], request.get("pooling_params")
     return NewRequestData(
         request["req_id"],
         request["prompt_token_ids"],
@@ -122,7 +134,23 @@ def _request_from_json(request: Mapping[str, Any]) -> NewRequestData:
         request["num_computed_tokens"],
         None if params is None else params_from_json(params),
         request["prefill_token_ids"],
+        pooling_params=None if pooling is None else PoolingParams(**pooling),
     )
+
+
+def _grammar_to_json(grammar: GrammarOutput) -> dict[str, Any]:
+    """The mask's words, little-endian, deflated, in base64: a bit a token of the vocabulary is long, and repeats."""
+    mask = np.ascontiguousarray(grammar.grammar_bitmask, "<i4")
+    return {
+        "req_ids": list(grammar.structured_output_request_ids),
+        "shape": list(mask.shape),
+        "mask": base64.b64encode(zlib.compress(mask.tobytes(), 1)).decode("ascii"),
+    }
+
+
+def _grammar_from_json(written: Mapping[str, Any]) -> GrammarOutput:
+    mask = np.frombuffer(zlib.decompress(base64.b64decode(written["mask"])), "<i4").astype(np.int32)
+    return GrammarOutput(list(written["req_ids"]), mask.reshape(written["shape"]))
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
@@ -154,6 +182,10 @@ def params_from_json(written: Mapping[str, Any]) -> SamplingParams:
 def _plain(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, StructuredOutputsParams):
+        return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, set | frozenset):
@@ -170,6 +202,10 @@ def _refuse(written: Mapping[str, Any], what: str) -> None:
 
 def _ints(values: Sequence[int] | np.ndarray) -> list[int]:
     return values.tolist() if isinstance(values, np.ndarray) else [int(v) for v in values]
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not value
 
 
 def _groups(block_ids: BlockIds) -> list[list[int]]:

@@ -171,9 +171,14 @@ def test_a_recorder_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytes
     runner.recorder.close()
 
 
-def test_long_rows_are_cut_and_still_checked(tmp_path: Path):
-    run_traffic(tmp_path / "t.jsonl", 1, num_blocks=200, max_num_reqs=1, budget=64, max_model_len=600)
+def test_long_rows_are_cut_and_still_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for module in ("encode", "check"):
+        monkeypatch.setattr(f"jaxrunner.trace.{module}.MOST_BLOCKS", 3)
+    run_traffic(tmp_path / "t.jsonl")
     trace = open_trace(tmp_path / "t.jsonl")
+    assert any(n > 3 for line in trace.steps() for n in line.get("block_row_lengths", [[0]])[0])
+    assert max(len(row) for line in trace.steps() for row in line.get("block_rows", [[[]]])[0]) == 3
+    assert replay(trace.lines(), HostStepper(trace.geometry))[1] is None
     assert check_trace(trace.lines(), trace.geometry) is None
     assert np.all([stop.stop in range(1, 9) for stop in SYMPTOMS.values()])
     assert TraceChecker(trace.geometry).check({"event": "reset"}) is None
