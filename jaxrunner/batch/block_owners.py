@@ -72,11 +72,13 @@ class BlockOwners:
         return int(position[at]), int(column[at])
 
     def _add(self, blocks: Int32[np.ndarray, "n"], change: int) -> None:
-        np.add.at(self.holders, blocks, change)
+        # With indices and a value of the very types it wants, add.at takes a path a hundred times as fast.
+        np.add.at(self.holders, blocks.astype(np.intp), np.int32(change))
         self.holders[NULL_BLOCK_ID] = 0  # nobody's
 
     def _blocks_of(self, rows: Sequence[int] | Int64[np.ndarray, "n"]) -> Int32[np.ndarray, "m"]:
-        blocks = self._table.table[rows]
+        width = int(self._table.num_blocks[rows].max(initial=0))
+        blocks = self._table.table[rows, :width]
         return blocks[blocks != NULL_BLOCK_ID]  # behind a row's count there is nothing else
 
     def _count_anew(self) -> None:

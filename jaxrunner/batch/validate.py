@@ -127,8 +127,14 @@ def _check_entering(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> N
                 f"request {state.req_id!r}: all_token_ids has {len(tokens)} tokens, expected from its prompt's"
                 f" {state.num_prompt_tokens} to max_model_len {batch.max_model_len}"
             )
-    if _outside(batch, plan.staged) or any(_outside(batch, t) for t in plan.tokens if t.base is not plan.staged.base):
-        for state, tokens in zip(plan.states, plan.tokens, strict=True):
+    # What a preempted request kept was looked at when it came; what lies in ``staged`` is looked at in one go.
+    num_new = len(so.scheduled_new_reqs)
+    came = [
+        (s, t) for i, (s, t) in enumerate(zip(plan.states, plan.tokens, strict=True)) if i < num_new or s.req_id in sent
+    ]
+    arrays = [tokens for _, tokens in came if tokens.base is not plan.staged.base]
+    if _outside(batch, plan.staged) or any(_outside(batch, tokens) for tokens in arrays):
+        for state, tokens in came:
             what = "all_token_ids" if state.req_id in sent else "tokens"
             _check_vocabulary(batch, state.req_id, what, tokens)
 

@@ -311,6 +311,33 @@ def test_owners_are_counted_anew_after_a_step_that_was_not_checked() -> None:
     update_states(b, again)
 
 
+def test_holders_of_one_block_are_counted_one_by_one() -> None:
+    b = batch()
+    so = with_new(prompt_token_ids=[1, 2, 3, 7, 9, 9], num_computed_tokens=4, block_ids=([1, 20],))
+    other = NewRequestData("M", [1, 2, 3, 7, 9, 9], ([1, 21],), 4)
+    so.scheduled_new_reqs.append(other)
+    so.num_scheduled_tokens["M"], so.total_num_scheduled_tokens, so.finished_req_ids = 2, 6, {"C"}
+    update_states(b, so)
+    assert b.block_owners[0].holders[[1, 20, 21, 3]].tolist() == [3, 1, 1, 0]
+    update_states(b, SchedulerOutput(finished_req_ids={"M"}, preempted_req_ids={"N"}))
+    assert b.block_owners[0].holders[[1, 20, 21]].tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_tokens_are_looked_at_as_lists_and_as_arrays(as_array: bool) -> None:
+    for tokens, bad in (([1, 100], 100), ([-1, 2], -1)):
+        b = batch()
+        so = with_new(prompt_token_ids=np.array(tokens, np.int64) if as_array else tokens)
+        with pytest.raises(SchedulerOutputError, match=f"'N': token id {bad} among its tokens"):
+            update_states(b, so)
+    for wrong in (np.array([1.0, 2.0]), np.array([[1, 2]]), np.array([1, 2**40])):
+        with pytest.raises(SchedulerOutputError, match="'N': its tokens must"):
+            update_states(batch(), with_new(prompt_token_ids=wrong))
+    b = batch()
+    update_states(b, with_new(prompt_token_ids=np.array([5, 6], np.int64)))
+    assert b.token_ids_of("N").tolist() == [5, 6]
+
+
 def test_validate_alone_changes_nothing() -> None:
     b = batch()
     before = picture(b)
