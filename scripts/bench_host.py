@@ -11,7 +11,8 @@ Examples:
   OMP_NUM_THREADS=1 nice -n -15 bench_host.py --repeats 3 --json out.json
 
 before_forward is all that stands between the scheduler's plan and the upload: it includes packing, block-table and
-sampling-parameter updates, and not the upload itself, which is timed apart. The garbage collector is on.
+sampling-parameter updates, and not the upload itself, which is timed apart. membership is the
+part that only runs when requests come, go or change their order. The garbage collector is on.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts.host_bench.floor import Yardstick  # noqa: E402
-from scripts.host_bench.replay import CLOCKS, PHASES, Replay, compare_with_reference, time_phases, time_upload  # noqa: E402
+from scripts.host_bench.replay import CLOCKS, PHASES, Replay, compare_with_reference, time_details, time_phases  # noqa: E402
 from scripts.host_bench.workload import SCENARIOS, TraceConfig  # noqa: E402
 
-UPLOADS = 50  # steps whose upload is timed
+DETAILS = 50  # steps whose details are timed
 
 
 def measure(config: TraceConfig, repeats: int, clock: str, on_step: Any) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def measure(config: TraceConfig, repeats: int, clock: str, on_step: Any) -> dict
             runs.append(
                 time_phases(config, yardstick, check=check, lists=not check, clock=CLOCKS[clock], on_step=on_step)
             )
-    upload = time_upload(config, UPLOADS, on_step)
+    membership, upload = time_details(config, DETAILS, on_step)
 
     def median(values: Iterable[float]) -> float:
         return float(np.median(list(values)))
@@ -61,6 +62,7 @@ def measure(config: TraceConfig, repeats: int, clock: str, on_step: Any) -> dict
         "before_forward_us": median(r.median(before) for r in plain),
         "record_us": median(r.median(record) for r in plain),
         "record_flat_us": median(r.median(record) for r in checked),
+        "membership_us": median(membership),
         "upload_us": median(upload),
         "validation_us": median(r.median(before) for r in checked) - median(r.median(before) for r in plain),
         "p99_us": {name: median(np.percentile(r.phases[name], 99) for r in plain) for name in plain[0].phases},
@@ -86,7 +88,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> Table:
         caption="× floor: a multiple of the yardstick, block by block, so that a change of the machine's speed cancels",
     )
     heads = ("scenario", "reqs", "update", "prepare", "before\nforward", "×\nfloor", "record", "×\nfloor",
-             "no\nlists", "×\nfloor", "vali-\ndation", "×\nfloor", "upload", "floor")  # fmt: skip
+             "no\nlists", "×\nfloor", "member-\nship", "vali-\ndation", "×\nfloor", "upload", "floor")  # fmt: skip
     for head in heads:
         table.add_column(head, justify="left" if head == "scenario" else "right", no_wrap=True)
     for row in rows:
@@ -102,6 +104,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['record_to_floor']:.2f}",
             f"{row['record_flat_us']:.0f}",
             f"{row['record_flat_to_floor']:.2f}",
+            f"{row['membership_us']:.0f}",
             f"{row['validation_us']:.0f}",
             f"{row['validation_to_floor']:.2f}",
             f"{row['upload_us']:.0f}",
@@ -156,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             name = f"{config.scenario} {config.num_reqs}"
             steps = 1 + config.warmup_steps + config.measured_steps
             passes = 1 if arguments.check else 2 * arguments.repeats
-            uploads = 0 if arguments.check else 1 + config.warmup_steps + min(UPLOADS, config.measured_steps)
-            task = progress.add_task(name, total=steps * passes + uploads)
+            details = 0 if arguments.check else 1 + config.warmup_steps + min(DETAILS, config.measured_steps)
+            task = progress.add_task(name, total=steps * passes + details)
 
             done = count(1)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -152,27 +154,43 @@ def time_phases(
     return Replay(phases, np.array(floor))
 
 
-def time_upload(config: TraceConfig, steps: int, on_step: Callable[[], object] = lambda: None) -> np.ndarray:
-    """Microseconds until a compiled call that takes the buffer has run: the buffer alone, no model."""
+def time_details(
+    config: TraceConfig, steps: int, on_step: Callable[[], object] = lambda: None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Microseconds of two details, a replay of their own: (settling the rows, uploading) a step.
+
+    Settling the rows is the part of ``update_states`` that only runs when requests come, go or change their order.
+    Uploading lasts until a compiled call that takes the buffer has run: the buffer alone, no model.
+    """
     path, calls = HostPath(config), dict[int, Any]()
-    times = []
-    for step in trace(config):
-        path.update(step, check=False)
-        inputs = path.prepare(step)
-        call = calls.get(inputs.layout.size)
-        if call is None:
-            shape = jax.ShapeDtypeStruct((inputs.layout.size,), np.int32)
-            call = calls[inputs.layout.size] = jax.jit(lambda buffer: buffer[0]).lower(shape).compile()
-            call(inputs.buffer).block_until_ready()
+    module = importlib.import_module("jaxrunner.batch.update_states")
+    settle, settling, settled, uploads = module._settle_rows, [0], list[int](), list[int]()
+
+    def timed(*arguments: Any) -> None:
         start = perf_counter_ns()
-        call(inputs.buffer).block_until_ready()
-        if step.measured:
-            times.append(perf_counter_ns() - start)
-        path.record(inputs, path.sampled(step))
-        on_step()
-        if len(times) == steps:
-            break
-    return np.array(times) / 1e3
+        settle(*arguments)
+        settling[0] = perf_counter_ns() - start
+
+    with mock.patch.object(module, "_settle_rows", timed):
+        for step in trace(config):
+            settling[0] = 0
+            path.update(step, check=False)
+            inputs = path.prepare(step)
+            call = calls.get(inputs.layout.size)
+            if call is None:
+                shape = jax.ShapeDtypeStruct((inputs.layout.size,), np.int32)
+                call = calls[inputs.layout.size] = jax.jit(lambda buffer: buffer[0]).lower(shape).compile()
+                call(inputs.buffer).block_until_ready()
+            start = perf_counter_ns()
+            call(inputs.buffer).block_until_ready()
+            if step.measured:
+                uploads.append(perf_counter_ns() - start)
+                settled.append(settling[0])
+            path.record(inputs, path.sampled(step))
+            on_step()
+            if len(uploads) == steps:
+                break
+    return np.array(settled) / 1e3, np.array(uploads) / 1e3
 
 
 def _blocks(steps: Iterator[TraceStep]) -> Iterator[list[TraceStep]]:

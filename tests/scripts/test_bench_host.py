@@ -75,6 +75,7 @@ def test_rows(tmp_path, capsys, monkeypatch) -> None:
         "scenario", "reqs", "phase_us", "before_forward_us", "record_us", "upload_us", "validation_us", "p99_us",
         "floor_us", "ratio_to_floor",
     }  # fmt: skip
+    assert steady["membership_us"] == 0 < mixed["membership_us"]
     phases = mixed["phase_us"]
     assert set(phases) == {"update_states", "prepare_inputs", "record_sampled"} and all(v > 0 for v in phases.values())
     assert set(mixed["p99_us"]) == {*phases, "before_forward"}
