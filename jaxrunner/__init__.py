@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxrunner.llm import LLM
     from jaxrunner.llm_config import LLMConfig
     from jaxrunner.loading import LoadedModel, load_model
+    from jaxrunner.logits_processors import LogitsProcessor
     from jaxrunner.logprobs import Logprob
     from jaxrunner.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceDelta
     from jaxrunner.pooling import PoolingParams
@@ -47,6 +48,7 @@ _HOME = {
     "RequestMetrics": "outputs",
     "SequenceDelta": "outputs",
     "Logprob": "logprobs",
+    "LogitsProcessor": "logits_processors",
     "PoolingParams": "pooling",
     "EmbeddingRequestOutput": "embedding",
     "ScoringRequestOutput": "embedding",
@@ -82,6 +84,7 @@ __all__ = [
     "InputBatch",
     "LLMConfig",
     "LoadedModel",
+    "LogitsProcessor",
     "Logprob",
     "ModelRunner",
     "ModelRunnerOutput",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxrunner.active_request import ActiveRequest, ActiveSequence, fan_out
 from jaxrunner.config import RunnerConfig
@@ -28,6 +28,8 @@ class Runner(Protocol):
     config: RunnerConfig
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput: ...
+
+    def update_params(self, weights: Any) -> None: ...
 
     def reset(self) -> None: ...
 
@@ -206,6 +208,13 @@ class Engine:
         self._requests.clear()
         self.scheduler = self._new_scheduler()
         self.runner.reset()
+
+    def update_weights(self, weights: Any) -> None:
+        """Replaces the model's weights and resets the prefix cache; see ``LLM.update_weights``."""
+        if self.has_unfinished_requests():
+            raise RuntimeError("there are unfinished requests: let them finish or abort them first")
+        self.runner.update_params(weights)
+        self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """How busy it is, and how well the prefix cache does."""

@@ -28,6 +28,7 @@ from jaxrunner.step import (
     DeviceState,
     StepFunctions,
     edit_blocks,
+    enter_custom,
     enter_requests,
     enter_tables,
     pool_rows,
@@ -220,6 +221,16 @@ class StepExecutables:
         }
         return self._get("set_allowed", set_masks, arguments, (0,))
 
+    def enter_custom(self, k: int) -> Callable[..., Any]:
+        """(state, index, columns of processor k) -> state; donated."""
+
+        def enter(state: DeviceState, index: jax.Array, row: Any) -> DeviceState:
+            return replace(state, custom=enter_custom(state.custom, k, index, row))
+
+        row = {name: jax.ShapeDtypeStruct(c.shape[1:], c.dtype) for name, c in self._state.custom[k].items()}
+        arguments = {"state": self._state, "index": jax.ShapeDtypeStruct((), jnp.int32), "row": row}
+        return self._get(f"enter_custom[{k}]", enter, arguments, (0,))
+
     def update_table(self, group: int) -> Callable[..., Any]:
         """(state, cells [TABLE_CAPACITY], values) -> state; donated."""
 
@@ -266,6 +277,7 @@ class StepExecutables:
             for make in (self.update_table, self.edit_blocks)
         ]
         wanted += [partial(make, t) for t in token_buckets for make in (self.hidden_rows, self.pool)]
+        wanted += [partial(self.enter_custom, k) for k in range(len(self._state.custom))]
         return [*wanted, self.prompt_logprobs, self.enter, self.enter_tables, self.set_allowed]
 
     def compile_all(self, token_buckets: tuple[int, ...], workers: int = 1) -> Iterator[Compiled]:

@@ -110,6 +110,7 @@ class InputProcessor:
         eos_token_ids: the model's own.
         max_logprobs: log probabilities that a request may want of each token.
         grammars: compiles structured outputs; None: none are served.
+        extra_args: keys of ``SamplingParams.extra_args`` that logits processors read.
     """
 
     tokenizer: Any
@@ -118,6 +119,7 @@ class InputProcessor:
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = 20
     grammars: Grammars | None = None
+    extra_args: frozenset[str] = frozenset()
 
     def process(self, prompt: Any, params: SamplingParams) -> Prompt:
         """Checks one prompt and its parameters.
@@ -189,7 +191,7 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams, refuse: Any) -> None:
         try:
-            refuse_sampling_params(params)
+            refuse_sampling_params(params, self.extra_args)
             check_tables(params, self.vocab_size)
             check_logprobs(params, self.max_logprobs, self.vocab_size)
             if isinstance(params.structured_outputs, StructuredOutputsParams):

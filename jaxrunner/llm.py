@@ -9,15 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxrunner import embedding
 from jaxrunner.compilation_cache import use_compilation_cache
-from jaxrunner.embedding import (
-    ONE_TOKEN,
-    EmbeddingRequestOutput,
-    ScoringRequestOutput,
-    embedding_output,
-    scores,
-    with_pooling,
-)
+from jaxrunner.embedding import EmbeddingRequestOutput, ScoringRequestOutput
 from jaxrunner.engine import Engine, EngineStats
 from jaxrunner.grammars import Grammars
 from jaxrunner.input_processor import (
@@ -32,6 +26,7 @@ from jaxrunner.input_processor import (
 from jaxrunner.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxrunner.llm_config import LLMConfig, tuples, unknown_options
 from jaxrunner.loading import LoadedModel, load_model, recommended_params
+from jaxrunner.logits_processors import LogitsProcessor
 from jaxrunner.outputs import Prompt, RequestOutput
 from jaxrunner.pooling import PoolingParams
 from jaxrunner.progress import NoProgress, RunProgress, compile_status, make_progress
@@ -56,6 +51,7 @@ class LLM:
         generation_config: "auto": ``generate`` without parameters uses those that the checkpoint recommends (its
             generation_config.json); "vllm": it uses SamplingParams' defaults.
         quiet: say nothing on stderr of the warm-up, and of the KV cache's plan where its blocks were not given.
+        logits_processors: of your own, compiled into the step; see docs/sampling.md.
         options: see ``LLMConfig``, whose fields they are: max_model_len, max_num_seqs, max_num_batched_tokens, ...
 
     Attributes:
@@ -80,10 +76,11 @@ class LLM:
         dtype: str = "auto",
         generation_config: Literal["auto", "vllm"] = "auto",
         quiet: bool = False,
+        logits_processors: Sequence[LogitsProcessor] = (),
         **options: Any,
     ) -> None:
         if unknown := options.keys() - _OPTIONS:
-            known = {*_OPTIONS, "model", "tokenizer", "dtype", "generation_config", "quiet"}
+            known = {*_OPTIONS, "model", "tokenizer", "dtype", "generation_config", "quiet", "logits_processors"}
             raise unknown_options(sorted(unknown), known)
         if generation_config not in ("auto", "vllm"):
             raise ValueError(f"generation_config must be 'auto' or 'vllm', got {generation_config!r}")
@@ -98,7 +95,13 @@ class LLM:
         runner_config = self.config.check_model(model_config, self.model.decoder.dtype)
         eos_token_ids = self.model.eos_token_ids
         with compile_status(quiet) as tell:
-            self.runner = ModelRunner(self.model.decoder, runner_config, eos_token_ids=eos_token_ids, on_compiled=tell)
+            self.runner = ModelRunner(
+                self.model.decoder,
+                runner_config,
+                eos_token_ids=eos_token_ids,
+                on_compiled=tell,
+                logits_processors=logits_processors,
+            )
         if not quiet and runner_config.num_blocks is None:
             print(f"KV cache: {self.runner.cache_plan.why}", file=sys.stderr)
         cache_config = kv_cache_config(self.runner)
@@ -123,6 +126,7 @@ class LLM:
             eos_token_ids,
             runner_config.max_logprobs,
             grammars,
+            frozenset(key for processor in logits_processors for key in processor.extra_args),
         )
         recommended = self.model.generation_config if generation_config == "auto" else {}
         self._default_params = recommended_params(recommended)
@@ -236,10 +240,12 @@ class LLM:
         Raises:
             ValueError: a prompt that can't be served; names all there are, and nothing runs.
         """
-        checked = self._process(prompts, ONE_TOKEN)
+        checked = self._process(prompts, embedding.ONE_TOKEN)
         raise_refusals(checked)
-        pooled = with_pooling([p for p in checked if isinstance(p, Prompt)], pooling_params or PoolingParams())
-        return [embedding_output(output) for output in self._run([*pooled], use_tqdm, "raise")]
+        pooled = embedding.with_pooling(
+            [p for p in checked if isinstance(p, Prompt)], pooling_params or PoolingParams()
+        )
+        return [embedding.embedding_output(output) for output in self._run([*pooled], use_tqdm, "raise")]
 
     def score(
         self,
@@ -257,7 +263,7 @@ class LLM:
         first, second = split_prompts(text_1), split_prompts(text_2)
         if len(first) not in (1, len(second)):
             raise ValueError(f"text_1 has {len(first)} texts and text_2 {len(second)}: give one, or as many")
-        return scores(self.embed([*first, *second], pooling_params, use_tqdm=use_tqdm), len(first))
+        return embedding.scores(self.embed([*first, *second], pooling_params, use_tqdm=use_tqdm), len(first))
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer in use."""
@@ -291,14 +297,7 @@ class LLM:
             ValueError: they don't fit the model, each misfit named; the old ones stay.
             RuntimeError: there are unfinished requests, whose keys and values are the old weights'.
         """
-
-        def update() -> None:
-            if self.engine.has_unfinished_requests():
-                raise RuntimeError("there are unfinished requests: let them finish or abort them first")
-            self.runner.update_params(weights)
-            self.engine.scheduler.reset_prefix_cache()
-
-        self.shared.call(update)
+        self.shared.call(lambda: self.engine.update_weights(weights))
 
     def stats(self) -> EngineStats:
         """How busy the engine is, and how well the prefix cache does."""

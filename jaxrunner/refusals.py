@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from jaxrunner.protocol import SchedulerOutput
 from jaxrunner.sampling_params import SamplingParams
 
 _REASONS = {
-    "logits_processors": "a Python function a token can't run inside a compiled step",
+    "logits_processors": "a Python function a token can't run inside a compiled step, give LLM(logits_processors=...)",
     "spaces_between_special_tokens": "the tokenizer has no such mode",
-    "extra_args": "nothing would read them",
+    "extra_args": "no logits processor reads them",
     "flat_logprobs": "logprobs gives dictionaries",
     "logprob_token_ids": "logprobs=-1 gives all",
     "thinking_token_budget": "a model's thinking markers are not known",
@@ -26,14 +28,21 @@ _USED = {
 }
 
 
-def refuse_sampling_params(params: SamplingParams) -> None:
-    """Raises ValueError for a parameter that is not served, with the reason."""
-    if used := [name for name, test in _USED.items() if test(params)]:
+def refuse_sampling_params(params: SamplingParams, extra_args: Collection[str] = ()) -> None:
+    """Raises ValueError for a parameter that is not served, with the reason.
+
+    Args:
+        extra_args: the keys that logits processors read.
+    """
+    used = [name for name, test in _USED.items() if test(params)]
+    if set(params.extra_args or ()) <= set(extra_args):
+        used = [name for name in used if name != "extra_args"]
+    if used:
         reasons = "; ".join(f"{name}: {_REASONS[name]}" for name in used)
         raise ValueError(f"SamplingParams {used} are not served, leave them at their defaults ({reasons})")
 
 
-def refuse_unserved(so: SchedulerOutput) -> None:
+def refuse_unserved(so: SchedulerOutput, extra_args: Collection[str] = ()) -> None:
     """Raises ValueError for a field of the scheduler's plan that the runner does not serve yet."""
     used = {
         "scheduled_spec_decode_tokens": any(map(len, so.scheduled_spec_decode_tokens.values())),
@@ -52,6 +61,6 @@ def refuse_unserved(so: SchedulerOutput) -> None:
             raise ValueError(f"request {data.req_id!r} uses {names}, which are not served yet")
         if data.sampling_params is not None:
             try:
-                refuse_sampling_params(data.sampling_params)
+                refuse_sampling_params(data.sampling_params, extra_args)
             except ValueError as e:
                 raise ValueError(f"request {data.req_id!r}: {e}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, StepExecutable
 from jaxrunner.grammar_masks import check_grammar_bitmask, grammar_uploads
 from jaxrunner.invariants import check_invariants
 from jaxrunner.kv_cache.allocate import KVCachePlan, abstract_caches, allocate_caches, plan_caches
+from jaxrunner.logits_processors import CustomStates, LogitsProcessor, init_custom
 from jaxrunner.logprobs import ALL, check_logprobs, unpack_logprobs
 from jaxrunner.pending import DeviceOutputs, Pending, SegmentTimes
 from jaxrunner.pooling import Pooling
@@ -61,6 +62,7 @@ class ModelRunner:
     Args:
         model: a decoder of ``models`` with its parameters.
         eos_token_ids: what min_tokens holds back; None: those of the model's configuration.
+        logits_processors: compiled into the head, in their order.
         on_compiled: for a progress bar; see ``OnCompiled``.
 
     Attributes:
@@ -82,6 +84,7 @@ class ModelRunner:
         *,
         eos_token_ids: tuple[int, ...] | None = None,
         on_compiled: OnCompiled | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.config = config = config or RunnerConfig()
         use_compilation_cache(config.compilation_cache)
@@ -109,11 +112,15 @@ class ModelRunner:
         group = CacheGroup(GroupSpec(config.block_size, layers), implementation)
         vocab_size = model.config.vocab_size
         num_logprobs = vocab_size if config.max_logprobs == ALL else min(config.max_logprobs, vocab_size)
-        self.functions = StepFunctions(graphdef, (group,), config.max_num_reqs, self.shapes.max_logits, num_logprobs)
+        self._processors = tuple(logits_processors)
+        self.functions = StepFunctions(
+            graphdef, (group,), config.max_num_reqs, self.shapes.max_logits, num_logprobs, self._processors
+        )
         self._eos_token_ids = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
         widths = MultiGroupBlockTable(1, config.max_model_len, (config.block_size,)).widths
         self._table_sizes = TableSizes(config.max_num_reqs, config.max_model_len, model.config.vocab_size)
-        self.state: DeviceState = init_state(config.max_num_reqs, widths, self._table_sizes)
+        self._table_widths = widths
+        self.state: DeviceState = self._new_state()
         self.cache_plan: KVCachePlan = plan_caches(
             config,
             layers,
@@ -159,7 +166,9 @@ class ModelRunner:
         return StepRecorder(self.config.trace, Geometry.of(self.batch), about)
 
     def _new_state(self) -> DeviceState:
-        return init_state(self.config.max_num_reqs, self.batch.block_table.widths, self._table_sizes)
+        state = init_state(self.config.max_num_reqs, self._table_widths, self._table_sizes)
+        self._custom = CustomStates(self._processors, self.config.max_num_reqs)
+        return replace(state, custom=init_custom(self._processors, self.config.max_num_reqs))
 
     def _new_buffers(self) -> BufferRing:
         largest = max(layout.size for layout in self.shapes.layouts.values())
@@ -248,7 +257,7 @@ class ModelRunner:
             raise RuntimeError("the previous step is pending: call its result() before the next submit")
         if self.recorder is not None:
             self.recorder.check()
-        refuse_unserved(scheduler_output)
+        refuse_unserved(scheduler_output, self._custom.extra_args)
         for data in scheduler_output.scheduled_new_reqs:
             if data.sampling_params is not None:
                 check_logprobs(data.sampling_params, self.config.max_logprobs, self.model_config.vocab_size)
@@ -337,6 +346,9 @@ class ModelRunner:
             tables = self.batch.tables_of(index)
             if tables is not None:
                 self.state = self.executables.enter_tables()(self.state, np.int32(index), tables)
+        for k, index, row in self._custom.uploads(self.batch, entered):
+            self.state = self.executables.enter_custom(k)(self.state, np.int32(index), row)
+        inputs["flags"][0] |= self._custom.flags(self.batch)
         for updates in inputs.overflow:
             for at in range(0, len(updates.cells), TABLE_CAPACITY):
                 part_cells = updates.cells[at : at + TABLE_CAPACITY]

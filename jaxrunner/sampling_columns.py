@@ -26,6 +26,7 @@ BIAS = 16  # some row has a logit_bias
 BAD_WORDS = 32  # some row has bad words
 MASKED = 64  # some row may sample certain tokens only: allowed_token_ids, structured output
 LOGPROBS = 128  # some row wants log probabilities
+FIRST_CUSTOM = 256  # some row uses the first logits processor; the next bits are the next ones'
 
 NEEDS_HISTORY = PENALTIES | BAD_WORDS
 NEEDS_TABLES = NEEDS_HISTORY | BIAS | MASKED

@@ -7,6 +7,7 @@
 Imports nothing of ``jaxrunner.batch``; the two meet in ``jaxrunner.runner`` only.
 """
 
+from jaxrunner.step.custom import enter_custom
 from jaxrunner.step.edit_blocks import edit_blocks
 from jaxrunner.step.functions import CacheGroup, HeadInputs, StepFunctions
 from jaxrunner.step.inputs import StepArrays, unpack
@@ -26,6 +27,7 @@ __all__ = [
     "StepArrays",
     "StepFunctions",
     "edit_blocks",
+    "enter_custom",
     "enter_requests",
     "enter_tables",
     "gumbel_noise",

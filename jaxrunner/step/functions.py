@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrunner.sampling_columns import LOGPROBS, NEEDS_HISTORY
+from jaxrunner.step.custom import Processor, apply_custom, update_custom
 from jaxrunner.step.inputs import StepArrays
 from jaxrunner.step.logprobs import packed_logprobs
 from jaxrunner.step.sampling import sample
@@ -68,6 +69,7 @@ class StepFunctions:
         groups: the cache groups, in the order of the model's attention layers' ``group``.
         max_num_reqs: request indices; the scratch index is this number.
         max_logits: S_max.
+        processors: logits processors; their state is ``DeviceState.custom``.
         num_logprobs: most likely tokens of which a row's log probabilities can be had.
     """
 
@@ -76,6 +78,7 @@ class StepFunctions:
     max_num_reqs: int
     max_logits: int
     num_logprobs: int = 0
+    processors: tuple[Processor, ...] = ()
 
     def forward(
         self,
@@ -126,10 +129,18 @@ class StepFunctions:
         )
         logits = merge(self.graphdef, params).compute_logits(hidden[:s])
         params_of_rows = state.sampling.rows(rows.request_index)
-        token = sample(logits, rows.position, params_of_rows, rows.flags, state.tables, rows.request_index)
+        index, position = rows.request_index, rows.position
+
+        def custom(x: Array) -> Array:
+            return apply_custom(self.processors, state.custom, x, index, position, rows.flags)
+
+        token = sample(logits, position, params_of_rows, rows.flags, state.tables, index, custom)
         past_the_end = self.max_num_reqs + 1
         target = jnp.where(rows.commit, rows.request_index, past_the_end)
         state = replace(state, last_sampled=state.last_sampled.at[target].set(token, mode="drop"))
+        if self.processors:
+            updated = update_custom(self.processors, state.custom, target, token, position, rows.flags)
+            state = replace(state, custom=updated)
         if state.tables is not None:
             tables = jax.lax.cond(
                 (rows.flags & NEEDS_HISTORY) != 0,

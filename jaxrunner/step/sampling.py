@@ -5,6 +5,7 @@ Features are branches on batch-wide flags inside one executable: what no row use
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -61,6 +62,7 @@ def sample(
     flags: Int32[Array, ""],
     tables: RequestTables | None = None,
     request_index: Int32[Array, "S"] | None = None,
+    custom: Callable[[Float32[Array, "S V"]], Float32[Array, "S V"]] = lambda x: x,
 ) -> Int32[Array, "S"]:
     """One token a row.
 
@@ -70,10 +72,11 @@ def sample(
         flags: bits of ``jaxrunner.sampling_columns``; a clear bit promises that no row needs that feature.
         tables, request_index: what the features of variable size read, and whose row each is. Without them MASKED,
             BAD_WORDS, BIAS and PENALTIES do nothing.
+        custom: a change of the logits between penalties and temperature.
 
     A greedy row takes the lowest of the most likely tokens, whatever the flags say.
     """
-    logits = adjust_logits(logits, position, params, flags, tables, request_index)
+    logits = custom(adjust_logits(logits, position, params, flags, tables, request_index))
 
     def draw_rows() -> Int32[Array, "S"]:
         filters = Filters(params.min_p, params.top_k, params.top_p)

@@ -25,12 +25,14 @@ class DeviceState:
         last_sampled: [I+1], the last committed token of each request.
         sampling: each request's sampling parameters.
         tables: what requests bring in variable number; None: features that need them do nothing.
+        custom: the columns of each logits processor.
     """
 
     block_tables: tuple[Int32[Array, "I+1 W"], ...]
     last_sampled: Int32[Array, "I+1"]
     sampling: SamplingState
     tables: RequestTables | None = None
+    custom: tuple[dict[str, Array], ...] = ()
 
 
 def init_state(max_num_reqs: int, table_widths: Sequence[int], tables: TableSizes | None = None) -> DeviceState:

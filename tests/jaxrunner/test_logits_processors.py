@@ -1,0 +1,100 @@
+"""Logits processors of one's own: state follows its request, others aren't touched, arguments are checked."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner import LLM, LogitsProcessor, SamplingParams
+from tests.jaxrunner.chain import successor_logits, write_chain
+
+V = 48
+OPTIONS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+    "token_buckets": [16],
+    "logits_buckets": [4],
+    "block_size": 4,
+    "quiet": True,
+}
+
+
+class Budget(LogitsProcessor):
+    """After ``budget`` tokens of 20 and above, only tokens below 20."""
+
+    extra_args = ("budget",)
+    columns = {"left": np.zeros((), np.int32)}
+
+    def enter(self, params, prompt, output):
+        budget = (params.extra_args or {}).get("budget")
+        return None if budget is None else {"left": budget - int((output >= 20).sum())}
+
+    def apply(self, logits, state, position):
+        large = jnp.arange(logits.shape[1]) >= 20
+        return jnp.where(large[None, :] & (state["left"] <= 0)[:, None], -jnp.inf, logits)
+
+    def update(self, state, token, position):
+        return {"left": state["left"] - (token >= 20)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    logits = np.random.default_rng(0).normal(0, 1, (V, V)).astype(np.float32) + successor_logits(V, {}, 1.0)
+    return write_chain(tmp_path_factory.mktemp("chain"), logits)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(folder, logits_processors=[Budget()], **OPTIONS)
+
+
+def params(budget=None, **fields):
+    extra = None if budget is None else {"budget": budget}
+    return SamplingParams(**{"max_tokens": 20, "detokenize": False, "extra_args": extra} | fields)
+
+
+def say(llm, prompts, each):
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, each, use_tqdm=False)]
+
+
+def large(tokens):
+    return sum(token >= 20 for token in tokens)
+
+
+def test_it_counts_and_ends(llm):
+    for budget in (0, 3):
+        (tokens,) = say(llm, [[5, 30, 31]], params(budget, seed=1, temperature=1.5))
+        assert large(tokens) == budget and all(t < 20 for t in tokens[-5:])
+
+
+def test_any_mix_gives_each_what_it_gets_alone_and_the_plain_ones_what_they_get_without_it(llm, folder):
+    each = [params(None if i % 2 else i, seed=i, temperature=1.5, top_k=0 if i % 3 else 20) for i in range(8)]
+    prompts = [[5 + i] * (1 + 3 * i) for i in range(8)]
+    alone = [say(llm, [p], q)[0] for p, q in zip(prompts, each, strict=True)]
+    assert say(llm, prompts, each) == alone
+    plain = LLM(folder, **OPTIONS)
+    assert [say(plain, [p], q)[0] for p, q in zip(prompts[1::2], each[1::2], strict=True)] == alone[1::2]
+
+
+def test_preempted_requests_go_on_where_they_were(llm, folder):
+    crowded = LLM(folder, logits_processors=[Budget()], num_gpu_blocks_override=16, **OPTIONS)
+    prompts, each = [[7, 9, 11, 13 + i] for i in range(4)], [params(4, seed=i, max_tokens=24) for i in range(4)]
+    outputs = crowded.generate(prompts, each, use_tqdm=False)
+    assert sum(o.metrics.num_preemptions for o in outputs) > 0
+    assert [o.outputs[0].token_ids for o in outputs] == say(llm, prompts, each)
+
+
+def test_arguments_that_nobody_reads_are_refused(llm, folder):
+    with pytest.raises(ValueError, match=r"\['extra_args'\] are not served.*no logits processor reads them"):
+        llm.generate([[5]], params(extra_args={"budget": 1, "frob": 2}))
+    with pytest.raises(ValueError, match="no logits processor reads them"):
+        LLM(folder, **OPTIONS).generate([[5]], params(1))
+
+
+def test_a_state_of_another_shape_than_declared_is_named(folder):
+    class Wrong(Budget):
+        def enter(self, params, prompt, output):
+            return {"left": np.zeros(3)}
+
+    with pytest.raises(ValueError, match=r"Wrong.enter gave left as \[3\], declared is \[\]"):
+        LLM(folder, logits_processors=[Wrong()], **OPTIONS).generate([[5]], params(1), use_tqdm=False)
