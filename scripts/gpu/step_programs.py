@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.kv_cache.allocate import abstract_caches
+from jaxrunner.request_tables import TableSizes
 from jaxrunner.shapes import StepShapes
 from jaxrunner.step import CacheGroup, StepFunctions, init_state, unpack
 from models import Decoder, ModelConfig, split
 from pallas_kernels import AttentionImplementation, GroupSpec
+
+NUM_LOGPROBS = 20  # as a runner has it by default
 
 
 @dataclass(frozen=True)
@@ -61,17 +64,18 @@ def step_programs(
     layers = config.attention_layers()
     shapes = StepShapes(size.tokens, size.reqs, min_block_size=size.block_size, token_buckets=(size.tokens,))
     group = CacheGroup(GroupSpec(size.block_size, layers), implementation)
-    functions = StepFunctions(definition, (group,), size.reqs, shapes.max_logits)
+    functions = StepFunctions(definition, (group,), size.reqs, shapes.max_logits, NUM_LOGPROBS)
     caches = abstract_caches(layers, size.blocks, size.block_size, jnp.dtype(dtype))
-    state = jax.eval_shape(lambda: init_state(size.reqs, [size.table_width]))
+    tables = TableSizes(size.reqs, size.max_model_len, config.vocab_size)
+    state = jax.eval_shape(lambda: init_state(size.reqs, [size.table_width], tables))
     layout = shapes.layouts[size.tokens]
 
     def forward(params: Any, kv_caches: Any, state: Any, buffer: jax.Array) -> Any:
-        return functions.forward(params, kv_caches, state, unpack(buffer, layout))
+        return functions.forward(params, kv_caches, state, unpack(buffer, layout), return_all_hidden=True)
 
     def head(params: Any, state: Any, hidden: jax.Array, head_inputs: Any) -> Any:
-        return functions.head_and_sample(params, state, hidden, head_inputs)
+        return functions.head_and_sample(params, state, hidden, head_inputs, return_logprobs=True)
 
     args = (params, caches, state, jax.ShapeDtypeStruct((layout.size,), jnp.int32))
-    hidden, head_inputs, _, _ = jax.eval_shape(forward, *args)
+    hidden, head_inputs, *_ = jax.eval_shape(forward, *args)
     return Program(forward, args, (1, 2)), Program(head, (params, state, hidden, head_inputs), (1,))
