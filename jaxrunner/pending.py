@@ -30,6 +30,10 @@ class SegmentTimes:
     wait: float = 0.0  # until the sampled tokens are on the host
     record: float = 0.0  # bookkeeping
 
+    def seconds(self) -> dict[str, float]:
+        """The segments alone."""
+        return {name: value for name, value in self.as_dict().items() if isinstance(value, float)}
+
     def as_dict(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in self.__slots__}
 

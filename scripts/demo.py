@@ -93,8 +93,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     decode_seconds = max(m.finished_time or 0 for m in metrics) - min(m.first_token_time or 0 for m in metrics)
     device = jax.devices()[0]
     weights = jax.tree.leaves(runner.params)
-    segments = runner.times.as_dict()
-    steps = segments.pop("steps")
+    segments, steps = runner.times.seconds(), runner.times.steps
     seconds = finished - compiled_at
     segments["scheduling, text"] = seconds - sum(segments.values())
     return {
