@@ -88,6 +88,7 @@ class TraceChecker:
         step, ids = line["step"], line["req_ids"]
         try:
             scheduled = self._expected.take_plan(line["plan"])
+            self._check_edits(line["plan"])
             self._check_rows(ids, scheduled, line)
             if scheduled:
                 rows = [scheduled[req_id] for req_id in ids]
@@ -107,6 +108,18 @@ class TraceChecker:
             req_id = ids[at] if at is not None and at < len(ids) else None
             return Finding(step, rule, req_id, at, field, cell, got, expected, SYMPTOMS[symptom])
         return None
+
+    def _check_edits(self, plan: dict[str, Any]) -> None:
+        """Blocks that are cleared or copied into before the step are written too."""
+        targets = [("copied into", [[b for _, b in copies] for copies in plan["block_copies"]]),
+                   ("cleared", plan["new_block_ids_to_zero"])]  # fmt: skip
+        for what, groups in targets:
+            for group, blocks in enumerate(groups):
+                for block in blocks:
+                    held = self._expected.holding_of_pool(group, block)
+                    if len(held) > 1:
+                        where, got = f"block {block} {what}, cache group {group}", f"held by {held}"
+                        raise _Wrong(0, None, where, None, got, "held by one request at most", "shared_block_written")
 
     def _check_rows(self, ids: list[str], scheduled: dict[str, Known], line: Line) -> None:
         for row, req_id in enumerate(ids):
@@ -279,6 +292,9 @@ class TraceChecker:
             raise _Wrong(8, row, "discard", row, line["discard"][row], discard[row], symptom)
 
     def _take_sampled(self, line: Line, rows: list[Known]) -> None:
+        if len(line["sampled"]) != len(rows):
+            got, expected = len(line["sampled"]), f"{len(rows)}, one a row"
+            raise _Wrong(8, None, "number of sampled lists", None, got, expected, "discarded_sample_kept")
         for row, (k, tokens) in enumerate(zip(rows, line["sampled"], strict=False)):
             most = 0 if line["discard"][row] else 1 + len(k.drafts)
             if len(tokens) > most or (most and not tokens):

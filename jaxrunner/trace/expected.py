@@ -110,6 +110,10 @@ class Expected:
         """Which requests hold a block."""
         return [r for r, known in self.requests.items() if known.blocks and block in known.blocks[group]]
 
+    def holding_of_pool(self, group: int, block: int) -> list[str]:
+        """Which requests hold a block, by its number in the pool, which a kernel may address in parts."""
+        return self.holding(group, block * self._ratios[group])
+
     def _take_new(self, data: dict[str, Any]) -> None:
         req_id = data["req_id"]
         if req_id in self.requests:

@@ -1,6 +1,7 @@
 """Recording without a model: what a line holds, that a clean trace checks clean, and that it replays bit for bit."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,33 @@ def test_a_planted_sample_shows_where_it_is_fed_back(traffic: Path):
     assert (finding.step, finding.req_id, finding.symptom.name) == (target + 1, req_id, "stale_tokens")
     _, difference = replay(lines, HostStepper(trace.geometry))
     assert (difference.step, difference.field) == (target + 1, "token_ids")
+
+
+@pytest.mark.parametrize("edit", ["block_copies", "new_block_ids_to_zero"])
+def test_a_copy_or_a_clearing_of_a_shared_block_is_named(traffic: Path, edit: str):
+    trace = open_trace(traffic)
+    lines = list(trace.lines())
+
+    def held(line: dict) -> Counter:
+        return Counter(block for row in line.get("block_rows", [[]])[0] for block in row)
+
+    target = next(n for n, line in enumerate(lines) if max(held(line).values(), default=0) > 1)
+    counts = held(lines[target])
+    shared, own = max(counts, key=counts.__getitem__), lines[target]["block_rows"][0][0][-1]
+    assert counts[own] == 1
+    for block, named in ((own, None), (shared, "shared_block_written")):
+        lines[target]["plan"][edit] = [[[1, block]]] if edit == "block_copies" else [[block]]
+        finding = check_trace(lines, trace.geometry)
+        assert (finding and (finding.step, finding.symptom.name)) == (named and (target, named))
+        assert finding is None or f"block {shared} c" in finding.field
+
+
+def test_a_row_without_its_samples_is_named(traffic: Path):
+    trace = open_trace(traffic)
+    lines = list(trace.lines())
+    lines[5]["sampled"].pop()
+    finding = check_trace(lines, trace.geometry)
+    assert (finding.step, finding.field) == (5, "number of sampled lists")
 
 
 def test_diff_sees_no_difference_in_another_order_of_rows(traffic: Path, tmp_path: Path):
