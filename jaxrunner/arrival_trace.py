@@ -95,7 +95,5 @@ def _seconds(when: Any, columns: tuple[str, str, str]) -> float:
         return float(when) / 1000
     if columns == _COLUMNS["burstgpt"]:
         return float(when)
-    text = str(when)
-    # Seven digits of a second's fraction are one more than datetime reads.
-    whole, _, fraction = text.partition(".")
-    return datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+    time = datetime.fromisoformat(str(when))  # the traces of 2024 say +00:00, those of 2023 nothing
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()

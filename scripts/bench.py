@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -111,7 +112,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     serve.add_argument("--burst-size", type=int, default=8, help="requests that come together (default: 8)")
     serve.add_argument("--trace-file", metavar="FILE", help="arrivals and lengths: Azure's, BurstGPT's or Mooncake's")
     serve.add_argument("--speedup", type=float, default=1.0, help="run a trace so many times as fast")
-    serve.add_argument("--max-concurrency", type=int, metavar="N", help="requests in the engine at once")
+    serve.add_argument(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="requests in the engine at once; TTFT and E2E count from a request's arrival, waiting outside included"
+        " (vLLM's bench counts from its sending)",
+    )
     return parser.parse_args(arguments)
 
 
@@ -122,6 +129,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
     llm = load(args)
     loaded = time.perf_counter() - start
     requests = workload(args, llm)
+    wanted = args.batch_size if args.command == "latency" else args.num_prompts
+    if len(requests) < wanted:
+        console.print(f"there are {len(requests)} requests to be had, not {wanted}: these are measured")
     console.print(f"{len(requests)} requests; loaded and compiled in {loaded:.1f} s")
     warm_up(llm, requests)
     warmed = time.perf_counter() - start - loaded
@@ -131,7 +141,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
     title = f"{args.command}: {llm.model.source}, {jax.devices()[0].device_kind}"
     about = {
         "command": args.command,
-        "arguments": {k: v for k, v in vars(args).items() if k != "command"},
+        # JSON has no infinity, which --rate is if nothing is said.
+        "arguments": {k: str(v) if v == math.inf else v for k, v in vars(args).items() if k != "command"},
         "load_and_compile_s": loaded,
         "warm_up_s": warmed,
         "compiled": [{"name": c.name, "seconds": c.seconds} for c in llm.runner.executables.compiled.values()],
@@ -154,6 +165,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError, ImportError: what is missing.
     """
+    for name in ("num_prompts", "input_len", "output_len", "batch_size", "iterations", "max_concurrency"):
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for path in (args.json, args.csv, args.plot):
+        if path and path != "-" and not Path(path).parent.is_dir():
+            raise ValueError(f"{path} cannot be written: there is no folder {Path(path).parent}")
     if args.dataset != "random":
         if not args.file:
             raise ValueError(f"--dataset {args.dataset} needs --file")
@@ -254,6 +272,8 @@ def append(log: RunLog, more: RunLog) -> None:
     log.steps += more.steps
     log.duration += more.duration
     log.num_compilations += more.num_compilations
+    log.num_draft_tokens += more.num_draft_tokens
+    log.num_accepted_tokens += more.num_accepted_tokens
 
 
 class profiled:  # noqa: N801  # reads as a verb: with profiled(folder)

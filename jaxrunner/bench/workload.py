@@ -94,11 +94,11 @@ def sharegpt_requests(
 ) -> list[BenchRequest]:
     """Conversations of ShareGPT's JSON: the first turn is the prompt, the second gives the output's length.
 
-    As in vLLM, conversations of less than two turns, prompts or answers under 4 tokens and what is longer than the
-    model takes are left out.
+    As in vLLM, conversations of less than two turns, prompts or answers under 4 tokens (answers: unless ``output_len``
+    is given) and what is longer than the model takes are left out. So there may be fewer than ``count``.
 
     Raises:
-        ValueError: another format, or too few conversations that fit.
+        ValueError: another format, or no conversation that fits.
     """
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: conversations need one")
@@ -117,7 +117,7 @@ def sharegpt_requests(
             break
         prompt = tokenizer.encode(question, add_special_tokens=True)
         outputs = output_len or len(tokenizer.encode(answer, add_special_tokens=False))
-        if len(prompt) >= 4 and outputs >= 4 and len(prompt) + outputs <= max_model_len:
+        if len(prompt) >= 4 and (output_len or outputs >= 4) and len(prompt) + outputs <= max_model_len:
             requests.append(BenchRequest(list(prompt), outputs))
     if not requests:
         raise ValueError(f"{path} has no conversation of 4 tokens or more that fits into {max_model_len}")

@@ -12,6 +12,11 @@ def test_the_published_formats(tmp_path):
     first, second = read_arrival_trace(azure)
     assert first == Arrival(0.0, 4808, 10)
     assert second.time == pytest.approx(0.052, abs=1e-6) and second.num_prompt_tokens == 31
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 00:00:01+00:00,2399,6\n"
+    )
+    assert [a.time for a in read_arrival_trace(azure)] == pytest.approx([0.0, 0.99007], abs=1e-6)
     burst = tmp_path / "burst.csv"
     burst.write_text(
         "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

@@ -87,8 +87,11 @@ def test_serving_keeps_to_its_arrivals(model: str, tmp_path: Path, capsys: pytes
         "-",
     ]
     assert bench.main(["serve", "--model", model, *SMALL, "--max-concurrency", "1", *flags]) == 0
-    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    printed = capsys.readouterr()
+    found = json.loads(printed.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    metrics = found["metrics"]
     assert (metrics["total_input_tokens"], metrics["total_output_tokens"]) == (11, 5)
+    assert found["arguments"]["rate"] == "inf" and "2 requests to be had, not 32" in printed.err
 
 
 def test_a_profile_has_the_steps_and_their_segments(model: str, tmp_path: Path):
@@ -104,6 +107,9 @@ def test_what_cannot_be_measured_is_refused(model: str, capsys: pytest.CaptureFi
         (["throughput", "--dataset", "file"], "needs --file"),
         (["throughput", "--goodput", "speed:1"], "must be like"),
         (["serve", "--arrivals", "trace"], "needs --trace-file"),
+        (["latency", "--iterations", "0"], "--iterations must be at least 1, got 0"),
+        (["throughput", "--output-len", "0"], "--output-len must be at least 1, got 0"),
+        (["throughput", "--json", "no/such/folder/o.json"], "there is no folder no/such/folder"),
     ):
         assert bench.main([flags[0], "--model", model, *SMALL, "--max-model-len", "32", *WORK, *flags[1:]]) == 2
         assert message in capsys.readouterr().err

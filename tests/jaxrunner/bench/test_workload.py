@@ -59,6 +59,7 @@ def test_conversations(tmp_path):
     (request,) = sharegpt_requests(path, 10, Words(), 64)
     assert (len(request.token_ids), request.num_output_tokens) == (6, 6)
     assert sharegpt_requests(path, 10, Words(), 64, output_len=9)[0].num_output_tokens == 9
+    assert {r.num_output_tokens for r in sharegpt_requests(path, 10, Words(), 64, output_len=2)} == {2}
     path.write_text('[{"conversations": [1, 2]}]')
     with pytest.raises(ValueError, match="no ShareGPT file"):
         sharegpt_requests(path, 1, Words(), 64)
