@@ -65,6 +65,7 @@ class Buffers(NamedTuple):
     staging: Any
     staging_f32: Any
     log_sums: Any
+    kept: Any
     keys: Any
     values: Any
     queries_here: Any
@@ -85,6 +86,18 @@ def share(piece: Piece, warpgroup: Int32[Array, ""], plan: Plan) -> Rows:
         length=jnp.clip(piece.length - warpgroup * tokens, 0, tokens),
         position=piece.position + warpgroup * tokens,
     )
+
+
+# Scalars kept in shared memory during the loops over keys, where registers are scarce.
+START, SHIFT, LENGTH, LATER, WHOLE = range(5)
+
+
+def keep(piece: Piece, rows: Rows, buffers: Buffers) -> None:
+    """Puts away what `store_results` needs of a piece."""
+    is_whole = (piece.begin == 0) & (piece.end == piece.kv_tiles)
+    values = rows.start, rows.shift, rows.length, piece.begin > 0, is_whole
+    for place, value in enumerate(values):
+        buffers.kept[place] = value.astype(jnp.int32)
 
 
 def load_queries(q: Any, head: Int32[Array, ""], rows: Rows, buffers: Buffers, plan: Plan) -> None:
@@ -234,8 +247,6 @@ def _iota(shape: tuple[int, ...], dimension: int, layout: Any) -> Array:
 
 def store_results(
     state: Softmax,
-    piece: Piece,
-    rows: Rows,
     worker: Array,
     head: Array,
     warpgroup: Array,
@@ -245,31 +256,32 @@ def store_results(
     plan: Plan,
 ) -> None:
     """A whole tile's results to `out`; those of a piece, with their sums, to `partials`."""
-    is_whole = (piece.begin == 0) & (piece.end == piece.kv_tiles)
+    start, shift, length, later, is_whole = (buffers.kept[place] for place in range(5))
     seen = state.total > 0
     scale = jnp.where(seen, 1 / jnp.where(seen, state.total, 1.0), 0.0)
     result = state.acc * lax.broadcast_in_dim(scale, state.acc.shape, [0])
 
-    @pl.when(is_whole)
+    @pl.when(is_whole > 0)
     def _() -> None:
-        _store_rows(result, rows, lambda token, n: out.at[pl.ds(rows.start + token, n), head], buffers.staging, plan)
+        _store_rows(
+            result, shift, length, lambda token, n: out.at[pl.ds(start + token, n), head], buffers.staging, plan
+        )
 
     if partials is None:
         return
 
-    @pl.when(~is_whole)
+    @pl.when(is_whole == 0)
     def _() -> None:
-        later = (piece.begin > 0).astype(jnp.int32)
         cut = worker + 1 - later
-        first = warpgroup * plan.tokens_per_warpgroup - rows.shift
+        first = warpgroup * plan.tokens_per_warpgroup - shift
         part = partials.out.at[later, cut, head]
         buffers.log_sums[...] = jnp.where(seen, state.m + jnp.log2(jnp.where(seen, state.total, 1.0)), MASKED)
-        _store_rows(result, rows, lambda token, n: part.at[pl.ds(first + token, n)], buffers.staging_f32, plan)
+        _store_rows(result, shift, length, lambda token, n: part.at[pl.ds(first + token, n)], buffers.staging_f32, plan)
         plgpu.copy_smem_to_gmem(buffers.log_sums, partials.log_sums.at[later, cut, head, warpgroup])
         plgpu.wait_smem_to_gmem(0)
 
 
-def _store_rows(result: Array, rows: Rows, place: Any, staging: Any, plan: Plan) -> None:
+def _store_rows(result: Array, shift: Array, length: Array, place: Any, staging: Any, plan: Plan) -> None:
     """This warpgroup's own tokens to place(first of the rows' tokens, number of tokens) [tokens, G, D]."""
     width = staging.shape[1]
     for column in range(0, plan.head_dim, width):
@@ -285,13 +297,13 @@ def _store_rows(result: Array, rows: Rows, place: Any, staging: Any, plan: Plan)
                 source = staging.at[pl.ds(g * plan.box + token, n)]
                 plgpu.copy_smem_to_gmem(source, place(token, n).at[:, g, columns])
 
-        @pl.when(rows.length == plan.box)
+        @pl.when(length == plan.box)
         def _(copy: Any = copy) -> None:
             copy(0, plan.box)
 
-        @pl.when(rows.length < plan.box)
+        @pl.when(length < plan.box)
         def _(copy: Any = copy) -> None:
-            @pl.loop(rows.shift, rows.shift + rows.length)
+            @pl.loop(shift, shift + length)
             def _(token: Array) -> None:
                 copy(token, 1)
 

@@ -18,6 +18,7 @@ from pallas_kernels.paged_attention.mosaic_sm90.compute import (
     Piece,
     attend,
     first_maximum,
+    keep,
     load_queries,
     pass_tiles,
     share,
@@ -27,7 +28,7 @@ from pallas_kernels.paged_attention.mosaic_sm90.loader import drain, load_piece
 from pallas_kernels.paged_attention.mosaic_sm90.plan import ROWS, Plan
 
 # Of a thread, for two warpgroups that compute and one that loads; a block has 65536.
-REGISTERS = {64: (224, 64), 128: (224, 64), 256: (232, 40)}  # by head size
+REGISTERS = 224, 64
 
 
 class Partials(NamedTuple):
@@ -68,7 +69,7 @@ def attention(
         sink = rest.pop(0) if sinks is not None else None
         out = rest.pop(0)
         partials = Partials(rest.pop(0), rest.pop(0)) if divided else None
-        queries, (staging, staging_f32), log_sums, keys, values, queries_here, *barriers, values_raw = rest
+        queries, (staging, staging_f32), log_sums, kept, keys, values, queries_here, *barriers, values_raw = rest
         worker, head, warpgroup = (lax.axis_index(name) for name in ("worker", "head", "warpgroup"))
 
         def each_piece(do: Callable[[Piece, Array], None]) -> Array:
@@ -98,12 +99,13 @@ def attention(
         @pl.when(warpgroup < plan.warpgroups)
         def _compute() -> None:
             if plan.warpgroups == 2:
-                plgpu.set_max_registers(REGISTERS[head_dim][0], action="increase")
+                plgpu.set_max_registers(REGISTERS[0], action="increase")
             buffers = Buffers(
                 queries.at[warpgroup],
                 staging.at[warpgroup],
                 staging_f32.at[warpgroup],
                 log_sums.at[warpgroup],
+                kept.at[warpgroup],
                 keys,
                 values,
                 queries_here.at[warpgroup],
@@ -115,6 +117,7 @@ def attention(
 
                 @pl.when(rows.length > 0)
                 def _() -> None:
+                    keep(piece, rows, buffers)
                     load_queries(q, head, rows, buffers, plan)
                     initial = first_maximum(sink, head, piece, plan)
                     state = attend(
@@ -130,7 +133,7 @@ def attention(
                         dtype,
                         interpret is not None,
                     )
-                    store_results(state, piece, rows, worker, head, warpgroup, out, partials, buffers, plan)
+                    store_results(state, worker, head, warpgroup, out, partials, buffers, plan)
 
                 if plan.warpgroups > 1:
 
@@ -143,8 +146,8 @@ def attention(
         @pl.when(warpgroup == plan.warpgroups)
         def _load() -> None:
             if plan.warpgroups == 2:
-                plgpu.set_max_registers(REGISTERS[head_dim][1], action="decrease")
-            buffers = Buffers(None, None, None, None, keys, values, None, *barriers)
+                plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            buffers = Buffers(None, None, None, None, None, keys, values, None, *barriers)
 
             def one(piece: Piece, count: Array) -> None:
                 load_piece(k, v, table, head, piece, count, buffers, values_raw, plan)
@@ -170,7 +173,7 @@ def compiler_params() -> plgpu.CompilerParams:
     """With the layout of every register array as the kernels name it: JAX 0.12's inference of layouts does not know
     plain rows in shared memory."""
     return plgpu.CompilerParams(
-        approx_math=True, reduction_scratch_bytes=512, lowering_semantics=plgpu.LoweringSemantics.Lane
+        approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
     )
 
 
@@ -194,6 +197,7 @@ def _scratch(plan: Plan, dtype: DTypeLike) -> list[Any]:
         plgpu.SMEM((n, ROWS, plan.head_dim), dtype, transforms=swizzled),
         plgpu.RefUnion(plgpu.SMEM((n, ROWS, plan.staged), dtype), plgpu.SMEM((n, ROWS, plan.staged // 2), jnp.float32)),
         plgpu.SMEM((n, ROWS), jnp.float32),
+        plgpu.SMEM((n, 5), jnp.int32),
         ring,
         ring,
         plgpu.Barrier(num_arrivals=plan.group, num_barriers=n),

@@ -104,11 +104,11 @@ def make_plan(
 
     One compute warpgroup where a step holds no more tokens than rows (decoding, bound by memory: more of the shared
     memory goes to the ring, and small tiles spread over more workers), else two, which take turns with the tensor
-    cores.
+    cores. With a head size of 256 always one: compiled for sm_90a, two spill registers.
     """
     head_dim = layer.head_dim
     if warpgroups is None:
-        warpgroups = 1 if num_tokens <= num_rows else 2
+        warpgroups = 1 if num_tokens <= num_rows or head_dim == 256 else 2
     # A soft cap takes registers that 128 scores a row would need.
     wide = head_dim == 64 or (head_dim == 128 and warpgroups == 2 and layer.soft_cap is None)
     block_keys = 128 if wide else 64
