@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrunner.trace.encode import Geometry
 from jaxrunner.trace.format import FORMAT, VERSION
+from jaxrunner.trace.line_shape import flaw
 
 Line = dict[str, Any]
 
@@ -31,12 +32,16 @@ class Trace:
         """Every line after the header: steps, and events.
 
         Raises:
-            ValueError: a line is no JSON; the message names it. A last line that was cut off counts too.
+            ValueError: a line is no JSON or lacks a part; the message names it. A last line that was cut off counts
+                too.
         """
         with self.path.open(encoding="utf-8") as file:
             next(file)
             for number, text in enumerate(file, 2):
-                yield _parse(self.path, number, text)
+                line = _parse(self.path, number, text)
+                if (what := flaw(line, len(self.geometry.block_sizes))) is not None:
+                    raise ValueError(f"{self.path}, line {number} is no whole step: {what}")
+                yield line
 
     def steps(self) -> Iterator[Line]:
         """The lines that are steps."""
@@ -69,7 +74,11 @@ def open_trace(path: str | Path) -> Trace:
         )
     if header.get("version") != VERSION:
         raise ValueError(f"{path} is a trace of version {header.get('version')!r}, this reader takes {VERSION}")
-    return Trace(path, header, Geometry.from_json(header["geometry"]))
+    try:
+        geometry = Geometry.from_json(header["geometry"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no trace: its first line has no geometry of a batch ({error!r})") from None
+    return Trace(path, header, geometry)
 
 
 def _parse(path: Path, number: int, text: str) -> Line:

@@ -59,8 +59,8 @@ def _array_stops(line: Line, geometry: Geometry) -> list[Stop]:
     ends: dict[str, Any] = {}
     for row, req_id in enumerate(line["req_ids"]):
         a, b = starts[row], starts[row + 1] - 1
-        ends[req_id] = {"first": (line["positions"][a], line["token_ids"][a]),
-                        "last": (line["positions"][b], line["token_ids"][b])}  # fmt: skip
+        ends[req_id] = {"first": (_at(line["positions"], a), _at(line["token_ids"], a)),
+                        "last": (_at(line["positions"], b), _at(line["token_ids"], b))}  # fmt: skip
     groups = {f"group {g}": line["block_rows"][g][:n] for g in range(len(line["block_rows"]))}
     prefill = [c < p for c, p in zip(line["computed"][:n], line["prompt"][:n], strict=True)]
     return [
@@ -87,6 +87,11 @@ def _array_stops(line: Line, geometry: Geometry) -> list[Stop]:
     ]  # fmt: skip
 
 
+def _at(values: list[Any], i: int) -> Any:
+    """An entry, or None where a faulty step points outside."""
+    return values[i] if 0 <= i < len(values) else None
+
+
 def _moved(line: Line, before: Line | None) -> dict[str, str]:
     if before is None:
         return {}
@@ -106,7 +111,7 @@ def _one_slot(line: Line, size: int) -> dict[str, Any]:
     block = line["slot_mapping"][0][token] // size
     return {
         "token": token,
-        "request": line["req_ids"][row],
+        "request": _at(line["req_ids"], row),
         "position": position,
         "by hand": f"block {block} (logical {position // size}) * {size} + {position % size}",
         "slot": line["slot_mapping"][0][token],

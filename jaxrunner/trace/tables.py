@@ -66,7 +66,12 @@ def _tokens(line: Line, geometry: Geometry, most: int) -> Table:
             continue
         row = line["req_indices"][token]
         position = line["positions"][token]
-        cells = [token, line["req_ids"][row], token - line["query_start_loc"][row], position, line["token_ids"][token]]
+        ids = line["req_ids"]
+        # A faulty step may name a row that is none; it is what one wants to look at.
+        if not 0 <= row < len(ids):
+            table.add_row(str(token), f"row {row}?", "", str(position), str(line["token_ids"][token]))
+            continue
+        cells = [token, ids[row], token - line["query_start_loc"][row], position, line["token_ids"][token]]
         for size, slots in zip(sizes, line["slot_mapping"], strict=True):
             cells += [position // size, slots[token] // size, slots[token]]
         table.add_row(*map(str, cells))

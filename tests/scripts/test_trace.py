@@ -54,6 +54,36 @@ def test_a_planted_fault_is_named_and_told_by_the_exit_status(recorded: Path, ca
     assert "slot_mapping[0][1]" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("cut", ["plan", "positions", "logits_indices", "block_rows", "new_block_ids", "geometry"])
+def test_a_trace_that_lacks_a_part_is_refused_with_its_line(
+    recorded: Path, capsys: pytest.CaptureFixture[str], cut: str
+):
+    lines = [json.loads(text) for text in recorded.read_text().splitlines()]
+    if cut in ("plan", "geometry"):
+        del lines[4 if cut == "plan" else 0][cut]
+    elif cut == "new_block_ids":
+        lines[4]["plan"]["cached"][cut].pop()
+    else:
+        lines[4][cut].clear()
+    recorded.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for arguments in (["check"], ["replay"], ["show"], ["show", "--step", "3"], ["stops", "--step", "3"], ["html", "-o",
+                      str(recorded.with_suffix(".html"))]):  # fmt: skip
+        assert command.main([arguments[0], str(recorded), *arguments[1:]]) == 2
+        error = capsys.readouterr().err
+        assert ("no geometry" if cut == "geometry" else "line 5 is no whole step") in error
+
+
+def test_a_step_that_points_outside_can_be_looked_at(recorded: Path, capsys: pytest.CaptureFixture[str]):
+    lines = [json.loads(text) for text in recorded.read_text().splitlines()]
+    lines[3]["req_indices"][1] = 2  # there are rows 0 and 1
+    lines[3]["query_start_loc"][1:] = [99] * len(lines[3]["query_start_loc"][1:])
+    recorded.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert command.main(["show", str(recorded), "--step", "2"]) == 0
+    assert "row 2?" in capsys.readouterr().out
+    assert command.main(["stops", str(recorded), "--step", "2"]) == 0
+    assert command.main(["check", str(recorded)]) == 1
+
+
 def test_any_text_is_shown_as_a_request_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, name = tmp_path / "t.jsonl", "[red]:smile:[/b]"
     assert command.main(["experiment", "--keep", str(path), "--prompts", f"{name}=5"]) == 0
