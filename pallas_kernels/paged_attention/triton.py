@@ -10,10 +10,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
 from pallas_kernels import triton_backend as triton
-from pallas_kernels.configurations import KernelConfiguration
+from pallas_kernels.configurations import ASYNC_COPIES, TENSOR_CORES, WIDE_LOADS, KernelConfiguration
 from pallas_kernels.gpus import current_device
 from pallas_kernels.implementation import AttentionLayer, AttentionSupport, GroupSpec
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
+from pallas_kernels.paged_attention.configurations import attention_configurations
 from pallas_kernels.paged_attention.triton_kernel import Program, attend
 from pallas_kernels.paged_attention.triton_work import MOST_PROGRAMS, Tiling, Work, divide
 
@@ -99,9 +100,14 @@ class TritonAttention:
         return attend(program, q, cache, metadata.block_table, work, sinks)
 
     def configurations(self) -> Iterable[KernelConfiguration]:
-        from pallas_kernels.paged_attention.triton_configurations import configurations  # it builds on this module
-
-        return configurations()
+        return attention_configurations(
+            self,
+            head_dims=(64, 80, 96, 128, 256),
+            groups=(1, 3, 4, 6, 7, 8, 16, 32),
+            block_sizes=(1, 8, 16, 32, 64, 128, 256),
+            capabilities=triton.CAPABILITIES,
+            needs=frozenset({TENSOR_CORES, ASYNC_COPIES, WIDE_LOADS}),
+        )
 
 
 def _kind(layer: AttentionLayer) -> Kind:

@@ -11,10 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
-from pallas_kernels.configurations import KernelConfiguration
+from pallas_kernels.configurations import TMA_LOADS, WGMMA, KernelConfiguration
 from pallas_kernels.gpus import current_device
 from pallas_kernels.implementation import AttentionLayer, AttentionSupport, GroupSpec
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
+from pallas_kernels.paged_attention.configurations import attention_configurations
 from pallas_kernels.paged_attention.mosaic_sm90 import kernel, toolchain
 from pallas_kernels.paged_attention.mosaic_sm90.merge import merge
 from pallas_kernels.paged_attention.mosaic_sm90.plan import make_plan
@@ -136,9 +137,14 @@ class MosaicSm90Attention:
         return out.reshape(q.shape)
 
     def configurations(self) -> Iterable[KernelConfiguration]:
-        from pallas_kernels.paged_attention.mosaic_sm90.configurations import configurations  # it builds on this module
-
-        return configurations()
+        return attention_configurations(
+            self,
+            head_dims=HEAD_DIMS,
+            groups=GROUPS,
+            block_sizes=BLOCK_SIZES,
+            capabilities=(CAPABILITY,),
+            needs=frozenset({WGMMA, TMA_LOADS}),
+        )
 
 
 def _kind(layer: AttentionLayer) -> Kind:

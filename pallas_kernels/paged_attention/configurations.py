@@ -1,6 +1,6 @@
-"""What there is to compile of the Hopper attention: each fact of a layer and a step varied from a common middle."""
+"""What there is to compile of an attention on GPUs: each fact of a layer and a step varied from a common middle."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,26 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.configurations import TMA_LOADS, WGMMA, KernelConfiguration
-from pallas_kernels.implementation import AttentionLayer, GroupSpec
+from pallas_kernels.configurations import KernelConfiguration
+from pallas_kernels.implementation import AttentionImplementation, AttentionLayer, GroupSpec
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
-from pallas_kernels.paged_attention.mosaic_sm90.attention import (
-    BLOCK_SIZES,
-    CAPABILITY,
-    GROUPS,
-    HEAD_DIMS,
-    MosaicSm90Attention,
-)
 
-NEEDS = frozenset({WGMMA, TMA_LOADS})
-# (tokens, rows) of a step: with one compute warpgroup, and with two.
+# (tokens, rows) of a step: one token a row, and rows of many.
 STEPS = {"decode": (64, 64), "mixed": (2048, 64)}
 MIDDLE: dict[str, Any] = {"d": 128, "g": 4, "b": 16, "dtype": "bfloat16"}
-VARIED: tuple[dict[str, Any], ...] = (
-    {},
-    *({"d": d} for d in HEAD_DIMS if d != 128),
-    *({"g": g} for g in GROUPS if g != 4),
-    *({"b": b} for b in BLOCK_SIZES if b != 16),
+FEATURES: tuple[dict[str, Any], ...] = (
     {"dtype": "float16"},
     {"window": 1024},
     {"soft_cap": 50.0},
@@ -40,21 +28,40 @@ VARIED: tuple[dict[str, Any], ...] = (
 IN_CI: tuple[dict[str, Any], ...] = ({}, {"d": 64, "g": 8, "window": 128, "sinks": True})
 
 
-def configurations() -> Iterator[KernelConfiguration]:
+def attention_configurations(
+    implementation: AttentionImplementation,
+    *,
+    head_dims: Sequence[int],
+    groups: Sequence[int],
+    block_sizes: Sequence[int],
+    capabilities: tuple[Any, ...],
+    needs: frozenset[str],
+) -> Iterator[KernelConfiguration]:
+    """Decode and mixed steps over all that an implementation takes.
+
+    Args:
+        head_dims, groups, block_sizes: D, H / Hkv and B that it takes.
+        capabilities: of the GPUs that it is for.
+        needs: what the compiled program must show.
+    """
+    sizes = (("d", head_dims), ("g", groups), ("b", block_sizes))
+    varied: list[dict[str, Any]] = [{}, *({key: n} for key, ns in sizes for n in ns), *FEATURES]
     for step, (tokens, rows) in STEPS.items():
-        for varied in VARIED:
-            facts = MIDDLE | varied
+        for change in varied:
+            facts = MIDDLE | change
+            if change and facts == MIDDLE:
+                continue  # the middle itself comes first
             options = [key for key in ("window", "soft_cap", "sinks", "blocks") if key in facts]
             name = f"{step} d{facts['d']} g{facts['g']} b{facts['b']} {facts['dtype']}"
             yield KernelConfiguration(
                 kernel="paged_attention",
-                implementation="mosaic_sm90",
+                implementation=implementation.name,
                 config=" ".join([name, *("large cache" if key == "blocks" else key for key in options)]),
-                function=partial(_attend, _layer(facts)),
+                function=partial(_attend, implementation, _layer(facts)),
                 args=_arguments(facts, tokens, rows),
-                capabilities=(CAPABILITY,),
-                needs=NEEDS,
-                in_ci=varied in IN_CI,
+                capabilities=capabilities,
+                needs=needs,
+                in_ci=change in IN_CI,
             )
 
 
@@ -76,10 +83,14 @@ def _arguments(facts: dict[str, Any], tokens: int, rows: int) -> tuple[Any, ...]
 
 
 def _attend(
-    layer: AttentionLayer, q: Array, cache: KVCache, of_step: tuple[Array, ...], sinks: Array | None = None
+    implementation: AttentionImplementation,
+    layer: AttentionLayer,
+    q: Array,
+    cache: KVCache,
+    of_step: tuple[Array, ...],
+    sinks: Array | None = None,
 ) -> Array:
     block_size = cache.k.shape[1]
     common = CommonAttentionMetadata.make(*of_step, block_size=block_size)
-    implementation = MosaicSm90Attention()
     built = implementation.build(common, GroupSpec(block_size, (layer,)))
     return implementation.attend(q, cache, built, layer, sinks)
