@@ -247,8 +247,10 @@ class Engine:
                 rows = logprobs.rows(row, row + 1)
             if runner_output.pooler_output is not None:
                 active.output.embedding = runner_output.pooler_output[row]
-            self._grammar_states.accept(update.req_id, update.new_token_ids)
-            delta = sequence.take(update, rows)
+            failure = self._grammar_states.accept(update.req_id, update.new_token_ids)
+            if failure is not None:
+                active.output.error = failure
+            delta = sequence.take(update, rows) if failure is None else sequence.end("error")
             result.deltas.append(delta)
             if delta.finish_reason is not None:
                 self._close(sequence, delta.finish_reason)
@@ -266,7 +268,7 @@ class Engine:
         return result
 
     def _close(self, sequence: ActiveSequence, reason: str) -> None:
-        # A stop string and an abort the scheduler does not know of yet; to all others it says nothing.
+        # A stop string, an abort and an error the scheduler does not know of yet; to all others it says nothing.
         self.scheduler.finish_requests(sequence.request.request_id, reason)
         del self._sequences[sequence.request.request_id]
         self._grammar_states.remove(sequence.request.request_id)

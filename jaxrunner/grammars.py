@@ -116,21 +116,35 @@ class GrammarStates:
             fill_next_token_bitmask_par(self._grammars.executor(), going_on, mask)
         for row, request_id in enumerate(ids):
             request, matcher = self._matchers[request_id]
-            if matcher.is_error():
-                raise RuntimeError(f"the grammar of request {request_id!r} failed: {matcher.get_error()}")
-            if matcher.is_stopped():
-                mask[row] = pack_allowed(eos, size)
             if (allowed := request.sampling_params.allowed_token_ids) is not None:
                 mask[row] &= pack_allowed(allowed, size)
+            # A finished text can only end. So can one that nothing may follow; where its grammar doesn't let it end
+            # either, ``accept`` says so of this request, and all others go on.
+            if matcher.is_stopped() or not mask[row].any():
+                mask[row] = pack_allowed(eos, size)
         return GrammarOutput(ids, mask)
 
-    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Takes in what was sampled."""
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> str | None:
+        """Takes in what was sampled.
+
+        Returns:
+            What is wrong if the sequence can't go on: no token that its grammar allows could be sampled, or the
+            library has reached one of its limits.
+        """
         found = self._matchers.get(request_id)
-        if found is not None:
-            for token in token_ids:
-                if not found[1].is_stopped():
-                    found[1].consume_token(token)
+        if found is None:
+            return None
+        matcher = found[1]
+        for token in token_ids:
+            if not matcher.is_stopped():
+                matcher.consume_token(token)
+        if not matcher.is_error():
+            return None
+        reason = matcher.get_error().partition("\n")[0]  # behind it comes the library's whole state
+        return (
+            f"its structured output can't go on: {reason} (do other parameters, allowed_token_ids or bad_words, rule"
+            " out all that would fit?)"
+        )
 
 
 class _Vocabulary:

@@ -40,7 +40,7 @@ class CompletionOutput:
         logprobs: with ``SamplingParams.logprobs`` a dictionary for each token, by token id; else None.
         cumulative_logprob: sum of the log probabilities of the tokens; None likewise.
         finish_reason: "stop" (an end-of-sequence token, a stop token or a stop string), "length" (``max_tokens`` or
-            the model's length), "abort", "error" (never ran, see ``RequestOutput.error``); None while it runs.
+            the model's length), "abort", "error" (see ``RequestOutput.error``); None while it runs.
         stop_reason: the stop string or the id out of ``stop_token_ids`` that ended it; None for an end-of-sequence
             token.
     """
@@ -69,7 +69,8 @@ class RequestOutput:
             id, and None for the first; else None. Only [None] while the prompt isn't complete.
         outputs: ``SamplingParams.n`` sequences, by their index.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache.
-        error: why the request was refused; None for one that ran. Only with ``on_error="return"``.
+        error: why the request was refused (only with ``on_error="return"``), or why its structured output could not go
+            on; else None.
         embedding: float32 [D], of a prompt with pooling parameters.
     """
 

@@ -31,6 +31,7 @@ _FINISH_STATUS = {
     "stop": RequestStatus.FINISHED_STOPPED,
     "length": RequestStatus.FINISHED_LENGTH,
     "abort": RequestStatus.FINISHED_ABORTED,
+    "error": RequestStatus.FINISHED_ABORTED,
 }
 _ORDER = attrgetter("order")
 
@@ -179,7 +180,7 @@ class Scheduler:
 
         Arguments:
             request_ids: ids; those that aren't unfinished requests are passed over.
-            reason: "abort", "stop" (as for a stop string) or "length".
+            reason: "abort", "stop" (as for a stop string), "length" or "error".
         Returns:
             The ids of the requests that this ended.
         """

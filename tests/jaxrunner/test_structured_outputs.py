@@ -116,6 +116,23 @@ def test_with_other_features(llm):
     assert all(json.loads(o.text)["b"] in ("x", "yy") for o in request.outputs)
 
 
+def test_a_request_of_which_nothing_may_follow_ends_alone(llm):
+    a, b = byte(llm, "ab")
+    shaped = {"structured_outputs": {"choice": ["ab"]}, "temperature": 0}
+    each = [
+        SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True),
+        SamplingParams(**shaped, bad_words_token_ids=[[b]]),
+        SamplingParams(**shaped, allowed_token_ids=[a]),
+        SamplingParams(**shaped, allowed_token_ids=[a, b]),  # not the end: and yet that is all that may follow
+    ]
+    plain, no_b, only_a, ends = llm.generate([PROMPT] * 4, each, use_tqdm=False)
+    assert len(plain.outputs[0].token_ids) == 12 and plain.error is None
+    for output in (no_b, only_a):
+        assert output.finished and output.outputs[0].finish_reason == "error" and output.outputs[0].text == "a"
+        assert "its structured output can't go on: " in output.error and "\n" not in output.error
+    assert ends.outputs[0].text == "ab" and ends.outputs[0].finish_reason == "stop" and ends.error is None
+
+
 def test_preemption(llm, tmp_path):
     tokenizer = byte_level_tokenizer(extra=[EOS])
     size = tokenizer.get_vocab_size()
