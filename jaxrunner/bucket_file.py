@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrunner.shapes.ladders import named
 
-_FIELDS = ("token_buckets", "logits_buckets")
+_FIELDS = ("token_buckets", "logits_buckets", "request_buckets")
 
 
 def read_listed_buckets(config: Any) -> None:

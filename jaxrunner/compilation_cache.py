@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 
 def use_compilation_cache(folder: Path | str | Literal[False] | None) -> None:
-    """Keeps compiled programs in ``folder`` between runs.
+    """Keeps compiled programs in ``folder`` between runs, whatever their size and however fast they compiled.
 
     Args:
         folder: None: the folder JAX is set to already, else one in the user's cache folder. False: leave JAX alone.
@@ -21,15 +21,17 @@ def use_compilation_cache(folder: Path | str | Literal[False] | None) -> None:
     JAX decides once, at the first compilation, whether there is a cache; an array made before would settle it. So the
     decision is reset here. Its thresholds (one second, some bytes) would keep most programs of a small model out.
     """
-    if folder is False or (folder is None and jax.config.jax_compilation_cache_dir):
+    if folder is False:
+        return
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    if folder is None and jax.config.jax_compilation_cache_dir:
         return
     path = Path(folder) if folder is not None else platformdirs.user_cache_path("jaxrunner") / "compiled"
     if jax.config.jax_compilation_cache_dir == str(path):
         return
     path.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     compilation_cache.reset_cache()
 
 

@@ -21,10 +21,11 @@ SHARED_RULES = {
     "max_logprobs": checks.integer(-1),
     "token_buckets": checks.BUCKETS,
     "logits_buckets": checks.BUCKETS,
+    "request_buckets": checks.BUCKETS,
     "execution_mode": checks.one_of(*Policy.__members__),
     "background_compilation": checks.BOOLEAN,
     "compile_workers": checks.integer(1),
-    "record_shapes": checks.or_none(checks.FILE),
+    "record_shapes": checks.or_none(checks.PLAIN_FILE),
     "attention": checks.TEXT,
     "check_invariants": checks.BOOLEAN,
     "compilation_cache": checks.CACHE_FOLDER,
@@ -52,9 +53,10 @@ class RunnerConfig:
         num_blocks: blocks of the KV cache, the null block among them. None: as many as ``gpu_memory_utilization``
             of the device's memory has room for after weights and the largest executable's temporaries; on a device
             that states no limit (CPU), enough for every request at full length, at most ``cpu_cache_bytes``.
-        token_buckets, logits_buckets: padded sizes: a tuple; "powers_of_two" (None means these), "vllm",
-            "bounded:P" (at most P % padding); or a .json file that holds the sizes, as scripts/sweep_buckets.py
-            writes it. The limits themselves are always added.
+        token_buckets, logits_buckets, request_buckets: padded sizes: a tuple; "powers_of_two" (None means these),
+            "vllm", "bounded:P" (at most P % padding); or a .json file that holds the sizes, as
+            scripts/sweep_buckets.py writes it. The limits themselves are always added. Request buckets are
+            attention's rows in mode PIECEWISE; in the other modes the rows follow from the tokens.
         execution_mode: FULL, the best measured; PIECEWISE, NONE, FULL_DECODE_ONLY, FULL_AND_PIECEWISE: see
             ``jaxrunner.shapes.modes``. Falls back as vLLM's cudagraph_mode does where attention can't take it.
         warmup: what is compiled before the first step: "all" buckets, none ("lazy", each when first met), or the
@@ -84,6 +86,7 @@ class RunnerConfig:
     num_blocks: int | None = None
     token_buckets: Buckets = None
     logits_buckets: Buckets = None
+    request_buckets: Buckets = None
     execution_mode: str = "FULL"
     warmup: Warmup = "lazy"
     background_compilation: bool = False
@@ -120,5 +123,6 @@ class RunnerConfig:
             min_block_size=self.block_size,
             token_buckets=self.token_buckets,
             logits_buckets=self.logits_buckets,
+            request_buckets=self.request_buckets,
             policy=Policy.of(self.execution_mode),
         )

@@ -66,6 +66,10 @@ FRACTION = Rule(
 )
 NUM_BLOCKS = or_none(Rule(integer(2).holds, "an integer of at least 2 (one block is the null block)"))
 FILE = Rule(lambda value: isinstance(value, str | Path), "a file")
+PLAIN_FILE = Rule(
+    lambda value: FILE.holds(value) and not str(value).endswith(".gz"),
+    "a file whose name doesn't end in .gz (it is written uncompressed)",
+)
 CACHE_FOLDER = Rule(
     lambda value: value is None or value is False or isinstance(value, str | Path), "a folder, None or False"
 )

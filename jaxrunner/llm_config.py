@@ -59,6 +59,7 @@ class LLMConfig:
         token_buckets, logits_buckets: padded sizes of a step: a tuple; "powers_of_two", "vllm", "bounded:P" (at most
             P % padding); or a .json file of sizes. None: on CPU, where compiling takes seconds a size and a step is
             cheap, a few far apart; powers of two elsewhere.
+        request_buckets: the same of attention's rows in mode PIECEWISE. None: powers of two.
         execution_mode: FULL, PIECEWISE, NONE, FULL_DECODE_ONLY or FULL_AND_PIECEWISE (vLLM's cudagraph_mode).
         warmup: what is compiled before the first request: "all" sizes, none ("lazy"), the token buckets listed, or
             "auto": lazy on CPU, all elsewhere.
@@ -90,6 +91,7 @@ class LLMConfig:
     max_logprobs: int = 20
     token_buckets: Buckets = None
     logits_buckets: Buckets = None
+    request_buckets: Buckets = None
     execution_mode: str = "FULL"
     warmup: Warmup | Literal["auto"] = "auto"
     background_compilation: bool = False
@@ -115,8 +117,10 @@ class LLMConfig:
 
         if budget is not None and isinstance(self.token_buckets, tuple):
             StepShapes(budget, 1, token_buckets=self.token_buckets).check()
-        if seqs is not None and isinstance(self.logits_buckets, tuple):
-            StepShapes(seqs, seqs, logits_buckets=self.logits_buckets).check()
+        if seqs is not None:
+            both = (self.logits_buckets, self.request_buckets)
+            logits, requests = (sizes if isinstance(sizes, tuple) else None for sizes in both)
+            StepShapes(seqs, seqs, logits_buckets=logits, request_buckets=requests).check()
         names = ["auto", *(implementation.name for implementation in IMPLEMENTATIONS)]
         if self.attention not in names:
             raise ValueError(f"attention must be one of {names}, got {self.attention!r}")

@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         steps = steps_of(options)
         tokens = [step.tokens for step in steps]
-        budget = options.max_num_batched_tokens or (8192 if options.arrivals else max(tokens))
+        budget = options.max_num_batched_tokens or (8192 if options.arrivals else max(tokens, default=1))
         counts = StepCounts.of(tokens, budget)
         cost, needs = cost_of(options, budget)
         ladders = compare(counts, cost, options.max_executables, options.max_num_seqs, needs)
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(ladders, options)
         if options.plot:
             plot(ladders, options.plot, unit, scale)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EOFError) as error:
         print(f"sweep_buckets: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

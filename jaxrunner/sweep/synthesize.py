@@ -48,7 +48,12 @@ def synthesize(
         num_blocks: KV-cache blocks of 16 tokens. None: enough, so that nothing is preempted.
         max_steps: stop after so many.
         on_step: told after each step how many requests have come to their end.
+
+    Raises:
+        ValueError: a speed that isn't above 0.
     """
+    if not speed > 0:
+        raise ValueError(f"speed must be above 0, got {speed}")
     time_of = step_time if step_time is not None else StepTime()
     enough = 1 + config.max_num_seqs * -(-config.max_model_len // _BLOCK)
     group = KVCacheGroup([0], FullAttentionSpec(_BLOCK, 1, 1))

@@ -16,8 +16,9 @@ def test_what_was_written_is_a_runners_ladder(tmp_path) -> None:
     config = RunnerConfig(**LIMITS, token_buckets=str(path), logits_buckets=str(path))
     assert config.shapes().tokens == (3, 9, 32) and config.shapes().logits == (2, 4)
     path.write_text("[5, 7]")  # a bare list as well
-    llm = LLMConfig(max_num_seqs=4, max_num_batched_tokens=32, token_buckets=str(path))
+    llm = LLMConfig(max_num_seqs=4, max_num_batched_tokens=32, token_buckets=str(path), request_buckets=(3,))
     assert llm.runner_config(64, "cpu").shapes().tokens == (5, 7, 32)
+    assert llm.runner_config(64, "cpu").shapes().requests == (3, 4)
 
 
 @pytest.mark.parametrize(

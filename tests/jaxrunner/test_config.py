@@ -21,7 +21,7 @@ SIZE = "an integer of at least 1"
         *(("num_blocks", v, "an integer of at least 2 (one block is the null block) or None") for v in (1, 2.5, "9")),
         *(("gpu_memory_utilization", v, "a number in (0, 1]") for v in (0, 1.5, "a", True, float("nan"), None)),
         *(("seed", v, "an integer") for v in ("x", 1.0, None, True)),
-        *((f, v, BUCKETS) for f in ("token_buckets", "logits_buckets") for v in (3, (2.5,))),
+        *((f, v, BUCKETS) for f in ("token_buckets", "logits_buckets", "request_buckets") for v in (3, (2.5,))),
         *(("warmup", v, "'all', 'lazy' or a tuple of token buckets") for v in ("some", 5, (2.5,), None, True)),
         *(("attention", v, "a string") for v in (None, 3)),
         *((f, v, "True or False") for f in ("check_invariants", "validate") for v in ("no", 1, None)),
@@ -40,6 +40,8 @@ def test_a_wrong_value_is_named(field: str, value: object, expected: str) -> Non
         ({"warmup": (5,)}, r"^warmup \(5,\) must be among the token buckets \(1, 2, 4, 8, 16, 32\)"),
         ({"token_buckets": (64,)}, r"^token buckets must be from 1 to 32, got \[64\]"),
         ({"logits_buckets": (0,)}, r"^logits buckets must be from 1 to 4, got \[0\]"),
+        ({"request_buckets": (5,)}, r"^request buckets must be from 1 to 4, got \[5\]"),
+        ({"record_shapes": "a.jsonl.gz"}, r"^record_shapes must be a file whose name doesn't end in .gz"),
     ],
 )
 def test_contradictions_are_named(fields: dict, message: str) -> None:

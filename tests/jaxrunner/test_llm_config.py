@@ -99,6 +99,7 @@ def test_what_the_model_has_no_room_for_is_named(model_len, options, words):
         ({"attention": "flash"}, r"^attention must be one of \['auto', .*'reference'.*\], got 'flash'"),
         ({"token_buckets": [64], "max_num_batched_tokens": 32}, r"^token buckets must be from 1 to 32, got \[64\]"),
         ({"logits_buckets": [9], "max_num_seqs": 8}, r"^logits buckets must be from 1 to 8, got \[9\]"),
+        ({"request_buckets": [9], "max_num_seqs": 8}, r"^request buckets must be from 1 to 8, got \[9\]"),
         ({"max_long_partial_prefills": 1}, "^max_long_partial_prefills .1. counts prompts longer than"),
         ({"scheduling_policy": "lifo"}, r"^scheduling_policy must be one of \['fcfs', 'priority'\], got 'lifo'"),
         ({"max_num_partial_prefills": -1}, "^max_num_partial_prefills must be an integer of at least 0, got -1"),

@@ -78,6 +78,15 @@ def test_refusals_are_told(arguments, message, trace, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
+def test_files_without_steps_are_told(tmp_path, capsys) -> None:
+    empty, torn = tmp_path / "empty.jsonl", tmp_path / "torn.jsonl.gz"
+    empty.write_text("")
+    torn.write_bytes(sweep_buckets.EXAMPLES[0].read_bytes()[:2000])
+    assert sweep_buckets.main(["--trace", str(empty)]) == sweep_buckets.main(["--trace", str(torn)]) == 2
+    told = capsys.readouterr().err
+    assert "there are no steps to choose buckets for" in told and "ended before the end" in told
+
+
 @pytest.mark.parametrize(
     "arguments", [["--max-executables", "0"], ["--cost", "measured"], ["--max-executables", "4", "--pick", "5"]]
 )

@@ -42,5 +42,7 @@ def test_crowded_caches_preempt_and_still_finish() -> None:
 
 def test_no_arrivals_no_steps() -> None:
     assert synthesize([], CONFIG) == []
+    with pytest.raises(ValueError, match="speed must be above 0, got 0"):
+        synthesize(ARRIVALS, CONFIG, speed=0)
     with pytest.raises(ValueError, match="max_num_seqs"):
         SchedulerConfig(0, 1, 2)
