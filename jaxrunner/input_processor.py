@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.grammars import Grammars
+from jaxrunner.logits_processors import LogitsProcessor, entered_columns
 from jaxrunner.logprobs import check_logprobs
 from jaxrunner.outputs import Prompt
 from jaxrunner.refusals import refuse_sampling_params
@@ -110,7 +111,7 @@ class InputProcessor:
         eos_token_ids: the model's own.
         max_logprobs: log probabilities that a request may want of each token.
         grammars: compiles structured outputs; None: none are served.
-        extra_args: keys of ``SamplingParams.extra_args`` that logits processors read.
+        logits_processors: those of the model's user.
     """
 
     tokenizer: Any
@@ -119,7 +120,7 @@ class InputProcessor:
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = 20
     grammars: Grammars | None = None
-    extra_args: frozenset[str] = frozenset()
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def process(self, prompt: Any, params: SamplingParams) -> Prompt:
         """Checks one prompt and its parameters.
@@ -170,6 +171,11 @@ class InputProcessor:
             raise refuse(refusal)
         prompt.params = params = self._with_bad_words(params)
         self._check_params(params, refuse)
+        for processor in self.logits_processors:
+            try:
+                entered_columns(processor, params, np.array(ids, np.int32), np.empty(0, np.int32))
+            except ValueError as error:
+                raise refuse(str(error)) from error
         return prompt
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
@@ -191,7 +197,7 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams, refuse: Any) -> None:
         try:
-            refuse_sampling_params(params, self.extra_args)
+            refuse_sampling_params(params, [key for p in self.logits_processors for key in p.extra_args])
             check_tables(params, self.vocab_size)
             check_logprobs(params, self.max_logprobs, self.vocab_size)
             if isinstance(params.structured_outputs, StructuredOutputsParams):

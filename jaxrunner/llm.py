@@ -126,7 +126,7 @@ class LLM:
             eos_token_ids,
             runner_config.max_logprobs,
             grammars,
-            frozenset(key for processor in logits_processors for key in processor.extra_args),
+            tuple(logits_processors),
         )
         recommended = self.model.generation_config if generation_config == "auto" else {}
         self._default_params = recommended_params(recommended)

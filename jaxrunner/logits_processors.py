@@ -37,7 +37,8 @@ class LogitsProcessor(ABC):
     def enter(
         self, params: SamplingParams, prompt: Int32[np.ndarray, "p"], output: Int32[np.ndarray, "o"]
     ) -> State | None:
-        """On the host, when a request enters or comes back from preemption (then with the output it has).
+        """On the host, when a request enters, or comes back from preemption (then with the output it has). Called
+        once more before a request is queued (with no output), so that parameters it can't use are refused then.
 
         Returns:
             Its state, a value for each column; None if the request does not use this processor.
@@ -60,6 +61,31 @@ def init_custom(processors: Sequence[LogitsProcessor], max_num_reqs: int) -> tup
     )
 
 
+def entered_columns(
+    processor: LogitsProcessor,
+    params: SamplingParams,
+    prompt: Int32[np.ndarray, "p"],
+    output: Int32[np.ndarray, "o"],
+) -> dict[str, np.ndarray] | None:
+    """What ``processor.enter`` gives, of the declared shapes and dtypes.
+
+    Raises:
+        ValueError: it raised anything, or gave something else than it declares.
+    """
+    name = type(processor).__name__
+    try:
+        values = processor.enter(params, prompt, output)
+        if values is None:
+            return None
+        row = {key: np.asarray(values[key], column.dtype) for key, column in processor.columns.items()}
+    except Exception as error:
+        raise ValueError(f"{name}.enter failed: {type(error).__name__}: {error}") from error
+    for key, value in row.items():
+        if value.shape != (shape := processor.columns[key].shape):
+            raise ValueError(f"{name}.enter gave {key} as {list(value.shape)}, declared is {list(shape)}")
+    return row
+
+
 class CustomStates:
     """Which requests use which processors, and what has to be uploaded for those that enter."""
 
@@ -78,20 +104,14 @@ class CustomStates:
             for index in entered:
                 state = batch.requests[batch.req_ids[batch.row_of_index[index]]]
                 tokens, n = batch.token_ids_of(state.req_id), state.num_prompt_tokens
-                values = processor.enter(state.sampling_params, tokens[:n], tokens[n:])
-                was, self._used[k, index] = self._used[k, index], values is not None
-                if values is None and not was:
-                    continue
-                row = {"used": np.asarray(values is not None, np.int32)}
-                for name, column in processor.columns.items():
-                    value = column if values is None else np.asarray(values[name], column.dtype)
-                    if value.shape != column.shape:
-                        raise ValueError(
-                            f"{type(processor).__name__}.enter gave {name} as {list(value.shape)}, declared is"
-                            f" {list(column.shape)}"
-                        )
-                    row[name] = value
-                yield k, index, row
+                columns = entered_columns(processor, state.sampling_params, tokens[:n], tokens[n:])
+                was, self._used[k, index] = self._used[k, index], columns is not None
+                if columns is not None or was:
+                    yield (
+                        k,
+                        index,
+                        {"used": np.asarray(columns is not None, np.int32), **(columns or processor.columns)},
+                    )
 
     def flags(self, batch: InputBatch) -> int:
         """Bits of the processors that some row uses."""

@@ -171,6 +171,8 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids is empty: no token could ever be sampled")
         if self.structured_outputs is not None:
             put("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
+        if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
+            raise ValueError(f"extra_args must be a mapping, got {self.extra_args!r:.100}")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.100}")

@@ -91,6 +91,15 @@ def test_arguments_that_nobody_reads_are_refused(llm, folder):
         LLM(folder, **OPTIONS).generate([[5]], params(1))
 
 
+def test_arguments_that_it_can_not_use_are_refused_before_anything_runs(llm):
+    bad = params(extra_args={"budget": "three"})
+    for each in ([params(2), bad], bad):
+        with pytest.raises(ValueError, match="Budget.enter failed: TypeError"):
+            llm.generate([[5], [6]], each, use_tqdm=False)
+    with pytest.raises(ValueError, match=r"extra_args must be a mapping, got \['budget'\]"):
+        params(extra_args=["budget"])
+
+
 def test_a_state_of_another_shape_than_declared_is_named(folder):
     class Wrong(Budget):
         def enter(self, params, prompt, output):
