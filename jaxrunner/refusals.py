@@ -13,6 +13,11 @@ _REASONS = {
     "extra_args": "no logits processor reads them",
     "flat_logprobs": "logprobs gives dictionaries",
     "logprob_token_ids": "logprobs=-1 gives all",
+    "prompt_logprob_token_ids": "prompt_logprobs=-1 gives all",
+    "prompt_logprob_start": "prompt_logprobs gives every token of the prompt",
+    "stream_interval": "outputs come after every step that has something for the request",
+    "routed_experts_prompt_start": "no expert routing is returned",
+    "trace_decode_token_ids": "tokens are sampled; prompt_logprobs judges given ones",
     "thinking_token_budget": "a model's thinking markers are not known",
     "repetition_detection": "use frequency_penalty or a stop string",
 }
@@ -23,6 +28,11 @@ _USED = {
     "extra_args": lambda p: bool(p.extra_args),
     "flat_logprobs": lambda p: p.flat_logprobs,
     "logprob_token_ids": lambda p: p.logprob_token_ids is not None,
+    "prompt_logprob_token_ids": lambda p: p.prompt_logprob_token_ids is not None,
+    "prompt_logprob_start": lambda p: p.prompt_logprob_start is not None,
+    "stream_interval": lambda p: p.stream_interval is not None,
+    "routed_experts_prompt_start": lambda p: p.routed_experts_prompt_start != 0,
+    "trace_decode_token_ids": lambda p: p.trace_decode_token_ids is not None,
     "thinking_token_budget": lambda p: p.thinking_token_budget is not None,
     "repetition_detection": lambda p: p.repetition_detection is not None,
 }

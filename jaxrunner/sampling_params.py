@@ -114,6 +114,11 @@ class SamplingParams:
     extra_args: Mapping[str, Any] | None = None
     flat_logprobs: bool = False
     logprob_token_ids: Sequence[int] | None = None
+    prompt_logprob_token_ids: Sequence[int] | None = None
+    prompt_logprob_start: int | None = None
+    stream_interval: int | None = None
+    routed_experts_prompt_start: int = 0
+    trace_decode_token_ids: Sequence[int] | None = None
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None

@@ -19,6 +19,8 @@ USES = {
     **dict.fromkeys(["repetition_penalty"], 1.5),
     **dict.fromkeys(["n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"], 2),
     **dict.fromkeys(["truncate_prompt_tokens", "thinking_token_budget"], 2),
+    **dict.fromkeys(["prompt_logprob_start", "stream_interval", "routed_experts_prompt_start"], 2),
+    **dict.fromkeys(["prompt_logprob_token_ids", "trace_decode_token_ids"], [3]),
     **dict.fromkeys(["ignore_eos", "include_stop_str_in_output", "flat_logprobs", "skip_reading_prefix_cache"], True),
     **dict.fromkeys(["detokenize", "skip_special_tokens", "spaces_between_special_tokens"], False),
     **dict.fromkeys(["stop_token_ids", "allowed_token_ids", "logprob_token_ids"], [3]),
