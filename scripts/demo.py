@@ -123,6 +123,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "load_seconds": loaded - imported,
         "compile_seconds": compiled_at - loaded,
         "executables": executables,
+        "compilation_cache": {"hits": runner.counter.hits, "misses": runner.counter.misses},
+        "compilations_while_generating": runner.compilations,
         "generate_seconds": seconds,
         "steps": steps,
         "segments": segments,
@@ -172,6 +174,11 @@ def show(report: dict[str, Any]) -> None:
         f"{report['generated_tokens']} tokens for {len(report['answers'])} prompts of {report['prompt_tokens']} tokens"
         f" in {report['generate_seconds']:.2f} s: [bold]{report['total_tokens_per_second']:.1f} tokens/s[/bold] in all"
         + (f", [bold]{decode:.1f} tokens/s[/bold] while decoding" if decode else "")
+    )
+    cache, late = report["compilation_cache"], report["compilations_while_generating"]
+    console.print(
+        f"Compilation cache: {cache['hits']} programs found, {cache['misses']} not."
+        f" Compiled while generating: {late}{', so the times above are not of a steady state' if late else ''}."
     )
     console.print(times(report))
 

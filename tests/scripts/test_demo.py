@@ -38,6 +38,8 @@ def test_the_report_as_data(model, capsys):
         "forward[8]",
         "head[8]",
     ]
+    assert report["compilations_while_generating"] == 0
+    assert report["compilation_cache"]["hits"] + report["compilation_cache"]["misses"] >= len(report["executables"])
     kernels = ["write_kv_cache", "rope_and_write_kv_cache", "slot_mapping"]
     assert [line.split(" (")[0] for line in report["kernels"]] == [f"{name}: reference" for name in kernels]
     assert report["segments"].keys() == {"update", "prepare", "dispatch", "wait", "record", "scheduling, text"}
@@ -55,6 +57,8 @@ def test_the_report_on_the_screen(model, capsys):
         "KV cache",
         "tokens/s",
         "compile",
+        "Compilation cache: ",
+        "Compiled while generating: 0.",
         "dispatch",
         "generate (2 steps)",
     ):

@@ -94,7 +94,7 @@ def test_compiled_for_an_h200_the_loop_copies_no_cache(gpu_compiler, tmp_path) -
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     figures = json.loads(out.read_text())
-    assert figures == {"copies": [], "aliased": 4, "caches": 4}
+    assert figures == {"attention": "triton", "copies": [], "aliased": 4, "caches": 4}
 
 
 def compile_loop(out: Path, dumps: Path) -> None:
@@ -105,7 +105,7 @@ def compile_loop(out: Path, dumps: Path) -> None:
     from scripts.gpu.step_programs import with_layers
 
     config = with_layers(ModelConfig.from_hf(PUBLISHED["tiny"]), 2)
-    step, *arrays = own_step(Decoder(config, dtype="bfloat16"), 4, 64, attention="reference", platform="gpu")
+    step, *arrays = own_step(Decoder(config, dtype="bfloat16"), 4, 64, platform="gpu")
     arguments = (*arrays, jnp.zeros(32, jnp.int32), jnp.ones(4, jnp.int32))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     loop = partial(script.generate, step, new_tokens=8)
@@ -116,7 +116,8 @@ def compile_loop(out: Path, dumps: Path) -> None:
         copy for shape in {leaf.shape for leaf in jax.tree.leaves(caches)} for copy in copies_of(program.hlo, shape)
     ]
     aliased = aliased_arguments(program.hlo) & set(range(first, first + count))
-    out.write_text(json.dumps({"copies": copies, "aliased": len(aliased), "caches": count}))
+    name = step.groups[0].implementation.name
+    out.write_text(json.dumps({"attention": name, "copies": copies, "aliased": len(aliased), "caches": count}))
 
 
 if __name__ == "__main__":
