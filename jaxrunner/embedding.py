@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxrunner.input_processor import RefusedPrompt
 from jaxrunner.outputs import Prompt, RequestOutput
-from jaxrunner.pooling import PoolingParams
+from jaxrunner.pooling import PoolingParams, check_pooling_params
 from jaxrunner.sampling_params import SamplingParams
 
 # A request ends with a token, so the one that nobody looks at is the cheapest there is.
@@ -49,9 +50,17 @@ class ScoringRequestOutput:
     finished: bool
 
 
-def with_pooling(prompts: Sequence[Prompt], params: PoolingParams) -> list[Prompt]:
-    """The prompts, as requests for their embedding."""
-    return [replace(prompt, pooling_params=params) for prompt in prompts]
+def with_pooling(
+    checked: Sequence[Prompt | RefusedPrompt], params: PoolingParams | None, hidden_size: int
+) -> list[Prompt]:
+    """The prompts that can be served, as requests for their embedding.
+
+    Raises:
+        ValueError: parameters that hidden states of this size can't be pooled with.
+    """
+    params = PoolingParams() if params is None else params
+    check_pooling_params(params, hidden_size)
+    return [replace(prompt, pooling_params=params) for prompt in checked if isinstance(prompt, Prompt)]
 
 
 def embedding_output(output: RequestOutput) -> EmbeddingRequestOutput:

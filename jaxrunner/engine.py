@@ -276,7 +276,9 @@ class Engine:
 
 
 def check_priority(priority: int, policy: Policy) -> None:
-    """Raises ValueError for a priority that nobody would look at."""
+    """Raises ValueError for a priority that is no integer, or that nobody would look at."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"priority must be an integer, got {priority!r:.100}")
     if priority and policy != "priority":
         raise ValueError(
             f"priority is {priority}, but requests are served first come, first served: leave it at 0, or set"

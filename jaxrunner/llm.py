@@ -242,9 +242,7 @@ class LLM:
         """
         checked = self._process(prompts, embedding.ONE_TOKEN)
         raise_refusals(checked)
-        pooled = embedding.with_pooling(
-            [p for p in checked if isinstance(p, Prompt)], pooling_params or PoolingParams()
-        )
+        pooled = embedding.with_pooling(checked, pooling_params, self.runner.model_config.hidden_size)
         return [embedding.embedding_output(output) for output in self._run([*pooled], use_tqdm, "raise")]
 
     def score(

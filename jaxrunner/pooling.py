@@ -43,6 +43,14 @@ class PoolingParams:
         return vector / max(float(np.linalg.norm(vector)), 1e-12) if self.normalize else vector
 
 
+def check_pooling_params(params: PoolingParams, hidden_size: int) -> None:
+    """Raises ValueError for what isn't PoolingParams, or wants more dimensions than a model has."""
+    if not isinstance(params, PoolingParams):
+        raise ValueError(f"pooling_params must be PoolingParams, got a {type(params).__name__}")
+    if params.dimensions is not None and params.dimensions > hidden_size:
+        raise ValueError(f"dimensions is {params.dimensions}, hidden states have {hidden_size}")
+
+
 @dataclass(frozen=True, slots=True)
 class PooledRows:
     """A step's rows of prompts that are pooled.
@@ -70,10 +78,10 @@ class Pooling:
             if params is None:
                 continue
             name = f"request {data.req_id!r}"
-            if not isinstance(params, PoolingParams):
-                raise ValueError(f"{name}: pooling_params must be PoolingParams, got a {type(params).__name__}")
-            if params.dimensions is not None and params.dimensions > hidden_size:
-                raise ValueError(f"{name}: dimensions is {params.dimensions}, hidden states have {hidden_size}")
+            try:
+                check_pooling_params(params, hidden_size)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
             if params.pooling == "mean" and data.num_computed_tokens:
                 raise ValueError(
                     f"{name} wants the mean over its tokens and starts with {data.num_computed_tokens} computed: leave"

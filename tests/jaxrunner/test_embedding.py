@@ -112,6 +112,18 @@ def test_parameters_are_checked(fields, message):
         PoolingParams(**fields)
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [(PoolingParams(dimensions=99), "dimensions is 99"), ({"pooling": "mean"}, "must be PoolingParams, got a dict")],
+)
+def test_what_cannot_be_pooled_is_refused_before_it_is_queued(llm, monkeypatch, params, message):
+    """A step that finds out would end the requests of everybody."""
+    monkeypatch.setattr(llm.engine, "step", None)
+    with pytest.raises(ValueError, match=message):
+        llm.embed([[5]], params, use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests()
+
+
 def test_what_cannot_be_pooled_is_refused():
     def plan(params, computed=0):
         return SchedulerOutput([NewRequestData("x", [5] * 9, ([1],), computed, pooling_params=params)])

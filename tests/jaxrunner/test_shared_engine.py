@@ -162,6 +162,8 @@ def test_what_can_not_be_queued():
     assert shared.is_taken("a") and not shared.is_taken("b")
     with pytest.raises(ValueError, match="priority is 3, but requests are served first come, first served"):
         shared.submit([submission("b", 4, priority=3)], Inbox())
+    with pytest.raises(ValueError, match="priority must be an integer, got 'high'"):
+        shared.submit([submission("b", 4, priority="high")], Inbox())
     late = Inbox()
     shared.submit([submission("0_x", 4, max_tokens=2)], inbox)
     several = SamplingParams(n=2, max_tokens=2)
