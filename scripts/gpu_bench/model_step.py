@@ -94,8 +94,8 @@ def decode_step(
         held = [caches, replace(state, block_tables=(jnp.asarray(table),))]
 
         def step(compiled: Any = compiled, held: Any = held) -> Any:
-            hidden, head_inputs, held[0], held[1] = compiled[0](params, held[0], held[1], buffer)
-            sampled, held[1] = compiled[1](params, held[1], hidden, head_inputs)
+            hidden, head_inputs, held[0], held[1], *_ = compiled[0](params, held[0], held[1], buffer)
+            sampled, held[1], *_ = compiled[1](params, held[1], hidden, head_inputs)
             return sampled
 
         seconds = seconds_of(step, for_seconds=min(3.0, seconds_left / 4))

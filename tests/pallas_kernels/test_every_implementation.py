@@ -80,6 +80,8 @@ def test_rows_without_tokens_between_others(tested):
             check(tested, CASES[name], make_batch(CASES[name].shape, [(1, 60), (0, 33), (3, 90), (0, 0)]))
 
 
+# An interpreter that multiplies with NumPy warns of what the test is about.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning")
 @each_of_them
 def test_a_request_of_nan_leaves_the_others_as_they_are(tested):
     """Queries, keys and values of one request are NaN, or infinite: to the last bit the others don't notice."""
