@@ -301,9 +301,12 @@ class StepExecutables:
                 yield from news()
             return
         with ThreadPoolExecutor(workers, thread_name_prefix="compile") as pool:
-            for future in as_completed([pool.submit(job) for job in jobs]):
-                future.result()
-                yield from news()
+            try:
+                for future in as_completed([pool.submit(job) for job in jobs]):
+                    future.result()
+                    yield from news()
+            finally:  # after a failure or Ctrl-C only what has begun is waited for
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Keeps all executables so far in a folder, for ``load`` by a run with the same model, limits and device."""

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 from dataclasses import replace
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from jaxrunner.compilation_counter import CompilationCounter
 from jaxrunner.config import RunnerConfig
+from jaxrunner.executables import StepExecutables
 from jaxrunner.runner import ModelRunner
 from jaxrunner.saved_executables import SavedExecutablesError
 from jaxrunner.shape_record import read_shapes
@@ -186,6 +188,25 @@ def test_threads_compile_each_program_once(fixture, full) -> None:
     made = [compiled.name for compiled in runner.executables.compile_all(runner.shapes.tokens, workers=3)]
     assert sorted(made) == sorted(set(made)) and {"forward[2]", "forward[16]", "head[2]", "enter"} <= set(made)
     assert list(runner.executables.compile_all(runner.shapes.tokens)) == []
+
+
+def test_after_a_failure_threads_begin_nothing_more() -> None:
+    begun, go = [], threading.Event()
+
+    def fails() -> None:
+        go.set()
+        raise RuntimeError("no compiler today")
+
+    def waits() -> None:
+        begun.append(1)
+        assert go.wait(60)
+        time.sleep(0.02)
+
+    executables = StepExecutables.__new__(StepExecutables)
+    executables.compiled, executables.jobs = {}, lambda tokens: [waits, fails, *[waits] * 200]
+    with pytest.raises(RuntimeError, match="no compiler today"):
+        list(executables.compile_all((1,), workers=2))
+    assert len(begun) < 100
 
 
 def test_the_counter_hears_compilations_and_the_cache() -> None:
