@@ -67,7 +67,11 @@ class AsyncLLM:
         """
         shared = self.llm.shared
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        checked = self.llm.inputs.process(prompt, params)
+        process = self.llm.inputs.process
+        if params.structured_outputs is None:
+            checked = process(prompt, params)
+        else:  # a grammar may take seconds to compile, in which other tasks go on
+            checked = await asyncio.to_thread(process, prompt, params)
         request_id = self.llm.next_id() if request_id is None else request_id
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
         inbox = Inbox(on_arrival=lambda: _wake(loop, arrived))

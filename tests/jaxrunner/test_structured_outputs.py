@@ -1,12 +1,14 @@
 """Structured output: what is said fits the schema, regex, choice or grammar, whatever the model wants to say."""
 
+import asyncio
 import json
 import re
+import threading
 
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, SamplingParams
+from jaxrunner import LLM, AsyncLLM, SamplingParams
 from jaxrunner.protocol import GrammarOutput, NewRequestData, SchedulerOutput
 from jaxrunner.structured_outputs import StructuredOutputsParams
 from tests.jaxrunner.chain import byte_level_tokenizer, successor_logits, write_chain
@@ -131,6 +133,22 @@ def test_a_request_of_which_nothing_may_follow_ends_alone(llm):
         assert output.finished and output.outputs[0].finish_reason == "error" and output.outputs[0].text == "a"
         assert "its structured output can't go on: " in output.error and "\n" not in output.error
     assert ends.outputs[0].text == "ab" and ends.outputs[0].finish_reason == "stop" and ends.error is None
+
+
+def test_an_event_loop_goes_on_while_a_grammar_is_compiled(llm, monkeypatch):
+    check, compiled_by = llm.inputs.grammars.check, []
+
+    def noted(params):
+        compiled_by.append(threading.current_thread())
+        check(params)
+
+    async def main():
+        params = SamplingParams(temperature=0, max_tokens=10, structured_outputs={"choice": ["later"]})
+        return [o async for o in AsyncLLM(llm).generate(PROMPT, params)][-1].outputs[0].text
+
+    monkeypatch.setattr(llm.inputs.grammars, "check", noted)
+    assert asyncio.run(main()) == "later"
+    assert compiled_by and threading.main_thread() not in compiled_by
 
 
 def test_preemption(llm, tmp_path):
