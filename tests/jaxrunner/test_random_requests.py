@@ -11,6 +11,7 @@ import pytest
 
 from jaxrunner import LLM, RequestOutput, SamplingParams
 from jaxrunner.engine import Engine
+from jaxrunner.grammars import Grammars
 from jaxrunner.input_processor import InputProcessor
 from jaxrunner.kv_cache import KVCacheConfig
 from jaxrunner.llm import kv_cache_config
@@ -21,6 +22,8 @@ from tests.models.tiny_checkpoints import CONFIGS, random_tensors, write_folder
 
 V, EOS, BLOCKS, PER_ROUND = 320, 2, 160, 20
 TOKENIZER = Tokenizer(word_tokenizer([f"w{i % 7}{'xyz'[i % 3]}" if i % 5 else f"{i}" for i in range(V)]), {})
+GRAMMARS = Grammars(TOKENIZER, V, (EOS,))
+SHAPES = [{"regex": "[0-9]{3,12}"}, {"choice": ["5", "10101010"]}, {"regex": "(w[0-9][xyz])+5"}]
 PREFIXES = [[7] * 4, list(range(10, 31)), list(range(10, 26)) + [9] * 7, list(range(40, 57))]
 
 
@@ -82,6 +85,8 @@ def draw_params(draw: random.Random) -> dict:
         params["allowed_token_ids"] = draw.sample(range(V), 30)
     if draw.random() < 0.15:
         params["bad_words"] = [f"{draw.randrange(64) * 5}" for _ in range(2)]
+    if draw.random() < 0.15:
+        params["structured_outputs"] = draw.choice(SHAPES)
     params["logprobs"] = draw.choice([None, None, None, 0, 3])
     params["prompt_logprobs"] = draw.choice([None, None, None, None, 2])
     params["truncate_prompt_tokens"] = draw.choice([None, None, None, -1, 5])
@@ -111,6 +116,7 @@ def draw_engine(draw: random.Random, llm: LLM) -> Engine:
         KVCacheConfig(draw.choice([6, 9, 14, 20, 30, 80]), whole.groups),
         TOKENIZER,
         eos_token_ids=(EOS,),
+        grammars=GRAMMARS,
         enable_prefix_caching=draw.random() < 0.75,
         long_prefill_token_threshold=threshold,
         max_num_partial_prefills=most,
@@ -120,7 +126,7 @@ def draw_engine(draw: random.Random, llm: LLM) -> Engine:
 
 
 def inputs_of(engine: Engine) -> InputProcessor:
-    return InputProcessor(TOKENIZER, V, engine.scheduler.limits, (EOS,))
+    return InputProcessor(TOKENIZER, V, engine.scheduler.limits, (EOS,), grammars=GRAMMARS)
 
 
 def run_crowd(engine: Engine, specs: list[Spec], draw: random.Random) -> None:
@@ -149,7 +155,7 @@ def run_crowd(engine: Engine, specs: list[Spec], draw: random.Random) -> None:
 def run_alone(llm: LLM, limits_of: Engine, spec: Spec) -> RequestOutput:
     """In a cache of its own, without prefix caching; as long as it may get in the other engine."""
     config = kv_cache_config(llm.runner)
-    engine = Engine(llm.runner, config, TOKENIZER, eos_token_ids=(EOS,), enable_prefix_caching=False)
+    engine = Engine(llm.runner, config, TOKENIZER, eos_token_ids=(EOS,), grammars=GRAMMARS, enable_prefix_caching=False)
     engine.scheduler.max_model_len = limits_of.scheduler.max_model_len
     engine.add_request(spec.request_id, inputs_of(limits_of).process(spec.prompt, spec.params))
     while engine.has_unfinished_requests():
@@ -179,6 +185,7 @@ def check(spec: Spec, alone: RequestOutput) -> None:
 def test_random_requests(llm, request):
     count = request.config.getoption("--random-requests")
     seen = {"abort": 0, "stop": 0, "length": 0}
+    errors = 0  # where other parameters rule out what a grammar allows
     preemptions = branches = hits = 0
     for number, at in enumerate(range(0, count, PER_ROUND)):
         draw = random.Random(number)
@@ -194,6 +201,10 @@ def test_random_requests(llm, request):
         for spec in specs:
             check(spec, run_alone(llm, engine, spec))
             for part in spec.told[-1].outputs:
-                seen[part.finish_reason] += 1
-    print(f"\n{count} requests: sequences ended {seen}, {preemptions} preemptions, {branches} branches, {hits} hits")
+                if part.finish_reason == "error":
+                    errors += 1
+                else:
+                    seen[part.finish_reason] += 1
+    print(f"\n{count} requests: sequences ended {seen}, {errors} errors")
+    print(f"{preemptions} preemptions, {branches} branches, {hits} hits")
     assert min(seen.values()) > 0 and preemptions > 0 and branches > 0 and hits > 0
