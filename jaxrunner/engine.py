@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 from jaxrunner.active_request import ActiveRequest, ActiveSequence, fan_out
 from jaxrunner.config import RunnerConfig
@@ -277,7 +277,7 @@ class Engine:
 
 def check_priority(priority: int, policy: Policy) -> None:
     """Raises ValueError for a priority that is no integer, or that nobody would look at."""
-    if isinstance(priority, bool) or not isinstance(priority, int):
+    if isinstance(priority, bool) or not isinstance(priority, SupportsIndex):  # NumPy's integers are some
         raise ValueError(f"priority must be an integer, got {priority!r:.100}")
     if priority and policy != "priority":
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from jaxrunner.outputs import Prompt
@@ -164,6 +165,8 @@ def test_what_can_not_be_queued():
         shared.submit([submission("b", 4, priority=3)], Inbox())
     with pytest.raises(ValueError, match="priority must be an integer, got 'high'"):
         shared.submit([submission("b", 4, priority="high")], Inbox())
+    with pytest.raises(ValueError, match="priority is 3, but"):
+        shared.submit([submission("b", 4, priority=np.int64(3))], Inbox())
     late = Inbox()
     shared.submit([submission("0_x", 4, max_tokens=2)], inbox)
     several = SamplingParams(n=2, max_tokens=2)
