@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,10 +24,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from jaxrunner import SamplingParams
-from jaxrunner.request_tables import TableSizes, pack
-from jaxrunner.sampling_columns import HELD_BACK, LOGPROBS, sampling_flags, sampling_record
-from jaxrunner.step import DeviceState, enter_requests, enter_tables, init_state, packed_logprobs, sample
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from jaxrunner import SamplingParams  # noqa: E402
+from jaxrunner.request_tables import TableSizes, pack  # noqa: E402
+from jaxrunner.sampling_columns import HELD_BACK, LOGPROBS, sampling_flags, sampling_record  # noqa: E402
+from jaxrunner.step import (  # noqa: E402
+    DeviceState,
+    enter_requests,
+    enter_tables,
+    init_state,
+    packed_logprobs,
+    sample,
+)
 
 EOS = (0, 1)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -42,6 +53,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 20},
 }
 BASE = "temperature"
+WITHOUT = "temperature, a program without the branches"  # what they cost a step that takes none of them
 NOT_TOGETHER = ("greedy",)  # all the others are, in the line "all"
 
 
@@ -49,6 +61,7 @@ def main() -> None:
     args = parse_args()
     lines = FEATURES | {"all": all_together()}
     run = {name: prepare(args, fields) for name, fields in lines.items()}
+    run[WITHOUT] = prepare(args, FEATURES[BASE], branches=False)
     seconds: dict[str, list[float]] = {name: [] for name in run}
     for _ in track(range(args.rounds), "measuring", console=Console(stderr=True), transient=True):
         for name, step in run.items():
@@ -81,8 +94,12 @@ def all_together() -> dict[str, Any]:
     return fields
 
 
-def prepare(args: argparse.Namespace, fields: dict[str, Any]) -> Callable[[], Any]:
-    """A call of the sampler over a batch in which every row has these parameters."""
+def prepare(args: argparse.Namespace, fields: dict[str, Any], branches: bool = True) -> Callable[[], Any]:
+    """A call of the sampler over a batch in which every row has these parameters.
+
+    Args:
+        branches: False: of a sampler that knows neither constraints and penalties nor log probabilities.
+    """
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.gumbel(0, args.spread, (args.rows, args.vocab)), jnp.float32)
     position = jnp.asarray(rng.integers(args.history // 2, args.history, args.rows), jnp.int32)
@@ -92,7 +109,7 @@ def prepare(args: argparse.Namespace, fields: dict[str, Any]) -> Callable[[], An
     flags = sampling_flags(params) | (HELD_BACK if params.min_tokens else 0)
     state = make_state(args, params)
     raw = logits + 0.0  # an array of its own: in a step, log probabilities compute the logits again
-    call = sampler(args, state, logits, raw, position)
+    call = sampler(args, branches, state, logits, raw, position)
     return lambda: call(state, logits, raw, position, np.int32(flags))
 
 
@@ -116,11 +133,13 @@ _enter = jax.jit(enter_tables, donate_argnums=0)
 _compiled: dict[str, Any] = {}
 
 
-def sampler(args: argparse.Namespace, *arguments: Any) -> Any:
-    """The one program: tokens, and log probabilities if any row wants them."""
+def sampler(args: argparse.Namespace, branches: bool, *arguments: Any) -> Any:
+    """The one program of all lines: tokens, and log probabilities if any row wants them; or one without branches."""
 
     def step(state: DeviceState, logits: jax.Array, raw: jax.Array, position: jax.Array, flags: jax.Array) -> Any:
         index = jnp.arange(args.rows, dtype=jnp.int32)
+        if not branches:
+            return sample(logits, position, state.sampling.rows(index), flags)
         token = sample(logits, position, state.sampling.rows(index), flags, state.tables, index)
         logprobs = jax.lax.cond(
             (flags & LOGPROBS) != 0,
@@ -129,11 +148,12 @@ def sampler(args: argparse.Namespace, *arguments: Any) -> Any:
         )
         return token, logprobs
 
-    if "step" not in _compiled:
+    name = "step" if branches else "plain"
+    if name not in _compiled:
         start = time.perf_counter()
-        _compiled["step"] = jax.jit(step).lower(*arguments, jnp.int32(0)).compile()
+        _compiled[name] = jax.jit(step).lower(*arguments, jnp.int32(0)).compile()
         Console(stderr=True).print(f"compiled in {time.perf_counter() - start:.1f} s")
-    return _compiled["step"]
+    return _compiled[name]
 
 
 def parse_args() -> argparse.Namespace:

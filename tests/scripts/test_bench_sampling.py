@@ -16,7 +16,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
 def test_json_and_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run(monkeypatch, "--json")
     lines = json.loads(capsys.readouterr().out)["lines"]
-    assert set(lines) == {*bench_sampling.FEATURES, "all"}
+    assert set(lines) == {*bench_sampling.FEATURES, "all", bench_sampling.WITHOUT}
     assert lines[bench_sampling.BASE]["ratio"] == 1.0 and all(line["ms"] > 0 for line in lines.values())
     run(monkeypatch)  # the program is there already
     assert "penalties" in capsys.readouterr().out
