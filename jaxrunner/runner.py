@@ -97,7 +97,7 @@ class ModelRunner:
         self.counter = CompilationCounter()
         self.compilations = 0
         self.background: BackgroundCompilation | None = None
-        self._recorder = ShapeRecorder(config.record_shapes) if config.record_shapes is not None else None
+        self._shape_recorder = ShapeRecorder(config.record_shapes) if config.record_shapes is not None else None
         graphdef, self.params = split(model)
         self._cache_dtype = dtype = model.dtype
         layers = model.config.attention_layers()
@@ -283,8 +283,8 @@ class ModelRunner:
         shapes = self.shapes if self.background is None else self.background.ready
         with segment("prepare"):
             inputs = prepare_inputs(self.batch, scheduler_output, shapes, buffers=self._buffers)
-        if self._recorder is not None:
-            self._recorder.write(inputs)
+        if self._shape_recorder is not None:
+            self._shape_recorder.write(inputs)
         if self.config.check_invariants:
             check_invariants(self.batch, scheduler_output, inputs)
         prepared = clock()

@@ -9,17 +9,9 @@ from jaxrunner.loading import LoadedModel
 from jaxrunner.pooling import PooledRows, Pooling
 from jaxrunner.protocol import NewRequestData, SchedulerOutput
 from jaxrunner.step import pool_rows
+from tests.jaxrunner.small_llm import OPTIONS
 from tests.models import fixtures
 
-OPTIONS = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "max_model_len": 64,
-    "token_buckets": [16],
-    "logits_buckets": [4],
-    "block_size": 4,
-    "quiet": True,
-}
 MEAN, LAST = PoolingParams(pooling="mean", normalize=False), PoolingParams(normalize=False)
 
 

@@ -5,18 +5,10 @@ import pytest
 
 from jaxrunner import LLM, SamplingParams
 from tests.jaxrunner.chain import successor_logits, word_tokenizer, write_chain
+from tests.jaxrunner.small_llm import OPTIONS
 
 WORDS = ["<unk>", "foo", "bar", "baz", " foobar", "a", "b", "c"]
 V = 48
-OPTIONS = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "max_model_len": 64,
-    "token_buckets": [16],
-    "logits_buckets": [4],
-    "block_size": 4,
-    "quiet": True,
-}
 
 
 @pytest.fixture(scope="module")

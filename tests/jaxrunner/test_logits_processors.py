@@ -6,17 +6,9 @@ import pytest
 
 from jaxrunner import LLM, LogitsProcessor, SamplingParams
 from tests.jaxrunner.chain import successor_logits, write_chain
+from tests.jaxrunner.small_llm import OPTIONS
 
 V = 48
-OPTIONS = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "max_model_len": 64,
-    "token_buckets": [16],
-    "logits_buckets": [4],
-    "block_size": 4,
-    "quiet": True,
-}
 
 
 class Budget(LogitsProcessor):

@@ -9,17 +9,8 @@ from jaxrunner import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from jaxrunner.loading import LoadedModel
 from jaxrunner.logprobs import ALL, LogprobsLists, check_logprobs, position_logprobs, unpack_logprobs
 from tests.jaxrunner.chain import byte_level_tokenizer, successor_logits, write_chain
+from tests.jaxrunner.small_llm import OPTIONS
 from tests.models import fixtures
-
-OPTIONS = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "max_model_len": 64,
-    "token_buckets": [16],
-    "logits_buckets": [4],
-    "block_size": 4,
-    "quiet": True,
-}
 
 
 @pytest.fixture(scope="module")

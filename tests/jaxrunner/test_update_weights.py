@@ -7,17 +7,9 @@ import pytest
 from jaxrunner import LLM, SamplingParams
 from jaxrunner.loading import LoadedModel
 from models import split
+from tests.jaxrunner.small_llm import OPTIONS
 from tests.models import fixtures
 
-OPTIONS = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "max_model_len": 64,
-    "token_buckets": [16],
-    "logits_buckets": [4],
-    "block_size": 4,
-    "quiet": True,
-}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
 
 
