@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +91,14 @@ def pair_priorities(priority: Any, count: int) -> list[int]:
     if len(priority) != count:
         raise ValueError(f"priority has {len(priority)} entries for {count} prompts")
     return [int(value) for value in priority]
+
+
+def checked_or_refused(check: Callable[..., Prompt], *arguments: Any) -> Prompt | RefusedPrompt:
+    """What ``check`` gives, or the refusal that it raises."""
+    try:
+        return check(*arguments)
+    except RefusedPrompt as refusal:
+        return refusal
 
 
 def raise_refusals(checked: Sequence[Prompt | RefusedPrompt]) -> None:

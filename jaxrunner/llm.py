@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,32 +10,29 @@ from typing import Any, Literal
 from jaxrunner import embedding
 from jaxrunner.compilation_cache import use_compilation_cache
 from jaxrunner.embedding import EmbeddingRequestOutput, ScoringRequestOutput
-from jaxrunner.engine import Engine, EngineStats
+from jaxrunner.engine import EngineStats
 from jaxrunner.grammars import Grammars
 from jaxrunner.input_processor import (
-    InputProcessor,
     RefusedPrompt,
+    checked_or_refused,
     pair_params,
-    pair_priorities,
     raise_refusals,
     split_conversations,
     split_prompts,
 )
-from jaxrunner.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxrunner.llm_config import LLMConfig, tuples, unknown_options
+from jaxrunner.llm_parts import make_engine, make_input_processor, make_runner
 from jaxrunner.loading import LoadedModel, load_model, recommended_params
 from jaxrunner.logits_processors import LogitsProcessor
 from jaxrunner.outputs import Prompt, RequestOutput
 from jaxrunner.pooling import PoolingParams
-from jaxrunner.progress import NoProgress, RunProgress, compile_status, make_progress
-from jaxrunner.runner import ModelRunner
-from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
-from jaxrunner.shared_engine import Inbox, SharedEngine, Submission, checked_output
+from jaxrunner.run_requests import OnError, RequestRunner
+from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.shared_engine import SharedEngine
 from models import Decoder
 from models.registry import DEFAULT_MODEL
 from models.tokenizer import Tokenizer
 
-OnError = Literal["raise", "return"]
 _OPTIONS = {f.name for f in fields(LLMConfig)}
 
 
@@ -93,44 +88,14 @@ class LLM:
             self.model = load_model(model, tokenizer, dtype, self.config.check_model)
         model_config = self.model.decoder.config
         runner_config = self.config.check_model(model_config, self.model.decoder.dtype)
-        eos_token_ids = self.model.eos_token_ids
-        with compile_status(quiet) as tell:
-            self.runner = ModelRunner(
-                self.model.decoder,
-                runner_config,
-                eos_token_ids=eos_token_ids,
-                on_compiled=tell,
-                logits_processors=logits_processors,
-            )
-        if not quiet and runner_config.num_blocks is None:
-            print(f"KV cache: {self.runner.cache_plan.why}", file=sys.stderr)
-        cache_config = kv_cache_config(self.runner)
-        grammars = Grammars(self.model.tokenizer, model_config.vocab_size, eos_token_ids)
-        self.engine = Engine(
-            self.runner,
-            cache_config,
-            self.model.tokenizer,
-            eos_token_ids=eos_token_ids,
-            grammars=grammars,
-            enable_prefix_caching=self.config.enable_prefix_caching,
-            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
-            max_num_partial_prefills=self.config.max_num_partial_prefills,
-            max_long_partial_prefills=self.config.max_long_partial_prefills,
-            scheduling_policy=self.config.scheduling_policy,
-        )
+        self.runner = make_runner(self.model, runner_config, quiet, logits_processors)
+        grammars = Grammars(self.model.tokenizer, model_config.vocab_size, self.model.eos_token_ids)
+        self.engine = make_engine(self.runner, self.model, self.config, grammars)
         self.shared = SharedEngine(self.engine)
-        self.inputs = InputProcessor(
-            self.model.tokenizer,
-            model_config.vocab_size,
-            self.engine.scheduler.limits,
-            eos_token_ids,
-            runner_config.max_logprobs,
-            grammars,
-            tuple(logits_processors),
-        )
+        self.inputs = make_input_processor(self.engine, self.model, grammars, logits_processors)
+        self._requests = RequestRunner(self.shared)
         recommended = self.model.generation_config if generation_config == "auto" else {}
         self._default_params = recommended_params(recommended)
-        self._ids = itertools.count()
 
     def generate(
         self,
@@ -159,7 +124,7 @@ class LLM:
         Raises:
             ValueError: see ``on_error``; also for arguments of a wrong type, whatever it says.
         """
-        return self._run(self._process(prompts, sampling_params), use_tqdm, on_error, priority)
+        return self._requests.run(self._process(prompts, sampling_params), use_tqdm, on_error, priority)
 
     def stream(
         self,
@@ -181,9 +146,7 @@ class LLM:
         Raises:
             ValueError: a prompt that can't be served; names all there are, and nothing runs.
         """
-        checked = self._process(prompts, sampling_params)
-        raise_refusals(checked)
-        return self._outputs(self._submissions(checked, [self.next_id() for _ in checked], priority), NoProgress())
+        return self._requests.stream(self._process(prompts, sampling_params), priority)
 
     def chat(
         self,
@@ -219,10 +182,9 @@ class LLM:
             "chat_template": chat_template,
             "tools": tools,
         }
-        checked = [
-            self._checked(self.inputs.process_chat, c, q, options) for c, q in zip(conversations, params, strict=True)
-        ]
-        return self._run(checked, use_tqdm, on_error)
+        process = self.inputs.process_chat
+        checked = [checked_or_refused(process, c, q, options) for c, q in zip(conversations, params, strict=True)]
+        return self._requests.run(checked, use_tqdm, on_error)
 
     def embed(
         self,
@@ -243,7 +205,7 @@ class LLM:
         checked = self._process(prompts, embedding.ONE_TOKEN)
         raise_refusals(checked)
         pooled = embedding.with_pooling(checked, pooling_params, self.runner.model_config.hidden_size)
-        return [embedding.embedding_output(output) for output in self._run([*pooled], use_tqdm, "raise")]
+        return [embedding.embedding_output(output) for output in self._requests.run([*pooled], use_tqdm, "raise")]
 
     def score(
         self,
@@ -301,97 +263,13 @@ class LLM:
         """How busy the engine is, and how well the prefix cache does."""
         return self.shared.call(self.engine.stats)
 
+    def next_id(self) -> str:
+        """An id for a request; they count up."""
+        return self._requests.next_id()
+
     def _process(
         self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Prompt | RefusedPrompt]:
         singles = split_prompts(prompts)
         params = pair_params(sampling_params, len(singles), self._default_params)
-        return [self._checked(self.inputs.process, p, q) for p, q in zip(singles, params, strict=True)]
-
-    @staticmethod
-    def _checked(check: Callable[..., Prompt], *arguments: Any) -> Prompt | RefusedPrompt:
-        try:
-            return check(*arguments)
-        except RefusedPrompt as refusal:
-            return refusal
-
-    def _run(
-        self,
-        checked: list[Prompt | RefusedPrompt],
-        use_tqdm: bool | Callable[..., Any],
-        on_error: OnError,
-        priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
-        if on_error not in ("raise", "return"):
-            raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-        if on_error == "raise":
-            raise_refusals(checked)
-        ids = [self.next_id() for _ in checked]
-        submissions = self._submissions(checked, ids, priority, RequestOutputKind.FINAL_ONLY)
-        outputs = {
-            request_id: RequestOutput.refused(request_id, prompt.text, prompt.token_ids, str(prompt))
-            for request_id, prompt in zip(ids, checked, strict=True)
-            if isinstance(prompt, RefusedPrompt)
-        }
-        room = self.engine.scheduler.max_model_len
-        bar = make_progress(use_tqdm, len(submissions), sum(_most_tokens(s.prompt, room) for s in submissions))
-        try:
-            for output in self._outputs(submissions, bar):
-                outputs[output.request_id] = output
-        finally:
-            bar.close()
-        return [outputs[request_id] for request_id in ids]
-
-    def next_id(self) -> str:
-        """An id for a request; they count up."""
-        while self.shared.is_taken(request_id := str(next(self._ids))):
-            pass
-        return request_id
-
-    def _submissions(
-        self,
-        checked: Sequence[Prompt | RefusedPrompt],
-        ids: Sequence[str],
-        priority: Sequence[int] | None,
-        output_kind: RequestOutputKind | None = None,
-    ) -> list[Submission]:
-        """What is left of ``checked`` without those refused."""
-        priorities = pair_priorities(priority, len(checked))
-        return [
-            Submission(request_id, prompt, importance, output_kind)
-            for request_id, prompt, importance in zip(ids, checked, priorities, strict=True)
-            if isinstance(prompt, Prompt)
-        ]
-
-    def _outputs(self, submissions: list[Submission], bar: RunProgress) -> Iterator[RequestOutput]:
-        """Runs requests to their end. Whatever goes wrong on the way, they are gone from the engine then."""
-        inbox = Inbox()
-        self.shared.submit(submissions, inbox)
-        try:
-            while inbox.unfinished or inbox.outputs:
-                self.shared.drive(inbox.has_news)
-                arrived, tokens = inbox.take()
-                bar.step(tokens, sum(isinstance(output, RequestOutput) and output.finished for output in arrived))
-                yield from map(checked_output, arrived)
-        finally:
-            left = [s.request_id for s in submissions if self.shared.is_taken(s.request_id)]
-            if left:
-                self.shared.abort(left)
-
-
-def _most_tokens(prompt: Prompt, max_model_len: int) -> int:
-    room = max_model_len - len(prompt.token_ids)
-    limit = prompt.params.max_tokens
-    return prompt.params.n * (room if limit is None else min(limit, room))
-
-
-def kv_cache_config(runner: ModelRunner) -> KVCacheConfig:
-    """The blocks that a runner has, as an ``Engine`` over it wants to know them."""
-    layers = runner.model_config.attention_layers()
-    spec = FullAttentionSpec(
-        block_size=runner.config.block_size,
-        num_kv_heads=layers[0].num_kv_heads,
-        head_dim=layers[0].head_dim,
-        dtype=runner.kv_caches[0].k.dtype.name,
-    )
-    return KVCacheConfig(runner.num_blocks, [KVCacheGroup(range(len(layers)), spec)])
+        return [checked_or_refused(self.inputs.process, p, q) for p, q in zip(singles, params, strict=True)]

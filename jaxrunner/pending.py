@@ -30,6 +30,11 @@ class SegmentTimes:
     wait: float = 0.0  # until the sampled tokens are on the host
     record: float = 0.0  # bookkeeping
 
+    def add(self, seconds: dict[str, float]) -> None:
+        """What the segments of one step took."""
+        for name, value in seconds.items():
+            setattr(self, name, getattr(self, name) + value)
+
     def seconds(self) -> dict[str, float]:
         """The segments alone."""
         return {name: value for name, value in self.as_dict().items() if isinstance(value, float)}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,36 +23,32 @@ from jaxrunner.batch import (
 from jaxrunner.block_edits import block_edits
 from jaxrunner.compilation_cache import use_compilation_cache
 from jaxrunner.compilation_counter import CompilationCounter
-from jaxrunner.compiled import Compiled
 from jaxrunner.config import RunnerConfig
-from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, StepExecutables
-from jaxrunner.grammar_masks import check_grammar_bitmask, grammar_uploads
+from jaxrunner.executables import StepExecutables
+from jaxrunner.grammar_masks import check_grammar_bitmask
 from jaxrunner.invariants import check_invariants
 from jaxrunner.kv_cache.allocate import KVCachePlan, abstract_caches, allocate_caches, plan_caches
 from jaxrunner.logits_processors import CustomStates, LogitsProcessor, init_custom
-from jaxrunner.logprobs import ALL, check_logprobs, unpack_logprobs
+from jaxrunner.logprobs import check_logprobs
+from jaxrunner.model_step import model_step
 from jaxrunner.pending import DeviceOutputs, Pending, SegmentTimes
 from jaxrunner.pooling import Pooling
 from jaxrunner.prompt_logprobs import PromptLogprobs
 from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.refusals import refuse_unserved
 from jaxrunner.request_tables import TableSizes
-from jaxrunner.sampling_columns import LOGPROBS, RECORD_WORDS
+from jaxrunner.sampling_columns import LOGPROBS
 from jaxrunner.shape_record import ShapeRecorder
-from jaxrunner.shapes import StepShapes, Support, supported_policy
-from jaxrunner.step import CacheGroup, DeviceState, StepFunctions, init_state
-from jaxrunner.trace.encode import Geometry
-from jaxrunner.trace.recorder import Recorder, StepRecorder
+from jaxrunner.step import DeviceState, init_state
+from jaxrunner.step_output import runner_output
+from jaxrunner.trace.of_run import recorder_of_run
 from jaxrunner.update_weights import replaced_params
-from models import Decoder, split
-from pallas_kernels import GroupSpec, KVCache, choose_attention
+from jaxrunner.uploads import uploads_ahead
+from jaxrunner.warm_up import OnCompiled, warm_up
+from models import Decoder
+from pallas_kernels import KVCache
 
 segment = jax.profiler.TraceAnnotation  # names a stretch of a profile; about a microsecond when none is taken
-_PADDING_INDEX = np.iinfo(np.int32).max  # past every table: a scatter drops it
-
-
-OnCompiled = Callable[[Compiled, int], None]
-"""Called with each executable as it is ready, and the number of programs that the warm-up makes in all."""
 
 
 class ModelRunner:
@@ -89,37 +84,19 @@ class ModelRunner:
         self.config = config = config or RunnerConfig()
         use_compilation_cache(config.compilation_cache)
         self.model_config = model.config
-        if config.max_model_len > model.config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len is {config.max_model_len}, the model was made for"
-                f" {model.config.max_position_embeddings} tokens: lower it"
-            )
         self.counter = CompilationCounter()
         self.compilations = 0
         self.background: BackgroundCompilation | None = None
         self._shape_recorder = ShapeRecorder(config.record_shapes) if config.record_shapes is not None else None
-        graphdef, self.params = split(model)
+        self._processors = tuple(logits_processors)
+        made = model_step(model, config, self._processors)
+        self.functions, self.params, self.shapes = made.functions, made.params, made.shapes
+        self.attention_choice = made.attention_choice
         self._cache_dtype = dtype = model.dtype
         layers = model.config.attention_layers()
-        platform = jax.default_backend()
-        implementation, refusals = choose_attention(
-            layers, config.block_size, dtype, platform, requested=config.attention
-        )
-        self.attention_choice = [*(f"passed over {r}" for r in refusals), f"took {implementation.name}"]
-        shapes = config.shapes()
-        policy = supported_policy(shapes.policy, Support[implementation.support.name], shapes.query_len)
-        self.shapes: StepShapes = replace(shapes, policy=policy)
-        group = CacheGroup(GroupSpec(config.block_size, layers), implementation)
-        vocab_size = model.config.vocab_size
-        num_logprobs = vocab_size if config.max_logprobs == ALL else min(config.max_logprobs, vocab_size)
-        self._processors = tuple(logits_processors)
-        self.functions = StepFunctions(
-            graphdef, (group,), config.max_num_reqs, self.shapes.max_logits, num_logprobs, self._processors
-        )
         self._eos_token_ids = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        widths = MultiGroupBlockTable(1, config.max_model_len, (config.block_size,)).widths
+        self._table_widths = MultiGroupBlockTable(1, config.max_model_len, (config.block_size,)).widths
         self._table_sizes = TableSizes(config.max_num_reqs, config.max_model_len, model.config.vocab_size)
-        self._table_widths = widths
         self.state: DeviceState = self._new_state()
         self.cache_plan: KVCachePlan = plan_caches(
             config,
@@ -133,7 +110,7 @@ class ModelRunner:
         self._buffers = self._new_buffers()
         self._pending: Pending | None = None
         self._prompt_logprobs, self._pooling = PromptLogprobs(self.executables.prompt_chunk), Pooling()
-        self.recorder: Recorder | None = self._new_recorder()
+        self.recorder = recorder_of_run(config, self.batch, model.config, dtype, self.attention_choice)
         self.times = SegmentTimes()
         self.warm_up(on_compiled)
 
@@ -149,21 +126,6 @@ class ModelRunner:
             eos_token_ids=self._eos_token_ids,
             seed=config.seed,
         )
-
-    def _new_recorder(self) -> StepRecorder | None:
-        if self.config.trace is None:
-            return None
-        about = {
-            "config": {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self.config).items()},
-            "model": {
-                "architecture": self.model_config.architecture,
-                "num_layers": self.model_config.num_layers,
-                "dtype": str(self._cache_dtype),
-            },
-            "device": jax.devices()[0].device_kind,
-            "attention": self.attention_choice,
-        }
-        return StepRecorder(self.config.trace, Geometry.of(self.batch), about)
 
     def _new_state(self) -> DeviceState:
         state = init_state(self.config.max_num_reqs, self._table_widths, self._table_sizes)
@@ -223,19 +185,7 @@ class ModelRunner:
         With ``config.background_compilation`` the token budget's bucket is compiled in any case, and what is left out
         follows beside the work.
         """
-        config, shapes, wanted = self.config, self.shapes, self.config.warmup
-        tokens = shapes.tokens if wanted == "all" else () if wanted == "lazy" else tuple(wanted)
-        if config.background_compilation:
-            tokens = tuple(sorted({*tokens, shapes.tokens[-1]}))
-        if not tokens:
-            return
-        total = len(self.executables.jobs(tokens))
-        for compiled in self.executables.compile_all(tokens, config.compile_workers):
-            if on_compiled is not None:
-                on_compiled(compiled, total)
-        self.executables.warm = True
-        if config.background_compilation:
-            self.background = BackgroundCompilation(self.executables, shapes, tokens, self.counter)
+        self.background = warm_up(self.executables, self.config, self.shapes, self.counter, on_compiled)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *, return_logits: bool = False) -> ModelRunnerOutput:
         """One step: ``submit`` and its ``result``.
@@ -296,25 +246,18 @@ class ModelRunner:
         if self.executables.warm:
             self.compilations += self.counter.compilations - compilations
         self._pending = Pending(self, inputs, outputs, record)
-        times = self.times
-        times.update += updated - start
-        times.prepare += prepared - updated
-        times.dispatch += dispatched - dispatching
+        segments = {"update": updated - start, "prepare": prepared - updated, "dispatch": dispatched - dispatching}
+        self.times.add(segments)
         if record is not None:
-            record.segments = {
-                "update": updated - start,
-                "prepare": prepared - updated,
-                "dispatch": dispatched - dispatching,
-            }
+            record.segments = segments
         return self._pending
 
     def _dispatch(self, so: SchedulerOutput, inputs: StepInputs, return_logits: bool) -> DeviceOutputs:
         run, shape = self.executables, inputs.shape
         forward = run.forward(shape)
         head = run.head(shape.num_logits, return_logits=return_logits)
-        self._upload_ahead(inputs)
-        for indices, masks in grammar_uploads(self.batch, so, run.mask_capacity, _PADDING_INDEX):
-            self.state = run.set_allowed()(self.state, indices, masks)
+        for upload, arguments in uploads_ahead(run, self.batch, so, inputs, self._custom):
+            self.state = upload(self.state, *arguments)
         hidden, head_inputs, self.kv_caches, self.state, all_hidden = forward(
             self.params, self.kv_caches, self.state, inputs.buffer
         )
@@ -332,32 +275,6 @@ class ModelRunner:
             outputs.pooled = pooled, run.pool(shape.num_tokens)(all_hidden, pooled.starts)
         return outputs
 
-    def _upload_ahead(self, inputs: StepInputs) -> None:
-        """What does not fit into the step's own upload: new requests' records, large block tables."""
-        entered = inputs.entered
-        for at in range(0, len(entered), ENTER_CAPACITY):
-            part = entered[at : at + ENTER_CAPACITY]
-            indices = np.full(ENTER_CAPACITY, _PADDING_INDEX, np.int32)
-            records = np.zeros((ENTER_CAPACITY, RECORD_WORDS), np.int32)
-            indices[: len(part)] = part
-            records[: len(part)] = self.batch.columns["sampling_record"][part]
-            self.state = self.executables.enter()(self.state, indices, records)
-        for index in entered:
-            tables = self.batch.tables_of(index)
-            if tables is not None:
-                self.state = self.executables.enter_tables()(self.state, np.int32(index), tables)
-        for k, index, row in self._custom.uploads(self.batch, entered):
-            self.state = self.executables.enter_custom(k)(self.state, np.int32(index), row)
-        inputs["flags"][0] |= self._custom.flags(self.batch)
-        for updates in inputs.overflow:
-            for at in range(0, len(updates.cells), TABLE_CAPACITY):
-                part_cells = updates.cells[at : at + TABLE_CAPACITY]
-                cells = np.full(TABLE_CAPACITY, _PADDING_INDEX, np.int32)
-                values = np.zeros(TABLE_CAPACITY, np.int32)
-                cells[: len(part_cells)] = part_cells
-                values[: len(part_cells)] = updates.values[at : at + TABLE_CAPACITY]
-                self.state = self.executables.update_table(updates.group)(self.state, cells, values)
-
     def _finish(self, pending: Pending) -> ModelRunnerOutput:
         inputs, outputs, clock = pending._inputs, pending._outputs, time.perf_counter
         assert inputs is not None and outputs is not None
@@ -366,34 +283,17 @@ class ModelRunner:
             sampled = np.asarray(outputs.sampled)[: inputs.num_reqs]
         arrived = clock()
         with segment("record"):
-            recorded_tokens = record_tokens(self.batch, sampled[:, None])
-            tokens = recorded_tokens.lists()
+            committed = record_tokens(self.batch, sampled[:, None])
+            tokens = committed.lists()
         recorded = clock()
         self._pending = None
-        times = self.times
-        times.steps += 1
-        times.tokens += inputs.num_tokens
-        times.padded_tokens += inputs.shape.num_tokens
-        times.wait += arrived - start
-        times.record += recorded - arrived
+        self.times.steps += 1
+        self.times.tokens += inputs.num_tokens
+        self.times.padded_tokens += inputs.shape.num_tokens
+        segments = {"wait": arrived - start, "record": recorded - arrived}
+        self.times.add(segments)
         if self.recorder is not None and (record := pending._record) is not None:
-            segments = {"wait": arrived - start, "record": recorded - arrived}
             self.recorder.finish(record, tokens, {**record.segments, **segments})
-        result = ModelRunnerOutput(
-            req_ids=inputs.req_ids.copy(),
-            req_id_to_index=inputs.names.req_id_to_index.copy(),
-            sampled_token_ids=tokens,
-            flat_token_ids=recorded_tokens.token_ids,
-            token_offsets=recorded_tokens.offsets,
+        return runner_output(
+            self.batch, inputs, outputs, sampled, committed, tokens, self._prompt_logprobs, self._pooling
         )
-        if outputs.logprobs is not None:
-            result.logprobs = unpack_logprobs(np.asarray(outputs.logprobs)[: inputs.num_reqs], sampled)
-        if outputs.logits is not None:
-            result.logits = np.asarray(outputs.logits)[: inputs.num_logits]
-        if outputs.prompt_logprobs:
-            answers = [(chunk, np.asarray(words)) for chunk, words in outputs.prompt_logprobs]
-            result.prompt_logprobs_dict = self._prompt_logprobs.take(self.batch, answers)
-        if outputs.pooled is not None:
-            pooled, values = outputs.pooled
-            result.pooler_output = self._pooling.take(self.batch, pooled, np.asarray(values))
-        return result

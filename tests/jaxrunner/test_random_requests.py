@@ -14,7 +14,7 @@ from jaxrunner.engine import Engine
 from jaxrunner.grammars import Grammars
 from jaxrunner.input_processor import InputProcessor
 from jaxrunner.kv_cache import KVCacheConfig
-from jaxrunner.llm import kv_cache_config
+from jaxrunner.llm_parts import kv_cache_config
 from jaxrunner.loading import load_model
 from models.tokenizer import Tokenizer
 from tests.jaxrunner.chain import word_tokenizer
