@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from jaxrunner.config import RunnerConfig
     from jaxrunner.embedding import EmbeddingRequestOutput, ScoringRequestOutput
-    from jaxrunner.engine import Engine, EngineStats, StepResult
+    from jaxrunner.engine import Engine, EngineDeadError, EngineStats, StepResult
     from jaxrunner.invariants import check_invariants
     from jaxrunner.llm import LLM
     from jaxrunner.llm_config import LLMConfig
@@ -53,6 +53,7 @@ _HOME = {
     "EmbeddingRequestOutput": "embedding",
     "ScoringRequestOutput": "embedding",
     "Engine": "engine",
+    "EngineDeadError": "engine",
     "StepResult": "engine",
     "EngineStats": "engine",
     "ModelRunner": "runner",
@@ -80,6 +81,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "Engine",
+    "EngineDeadError",
     "EngineStats",
     "InputBatch",
     "LLMConfig",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from jaxrunner.logprobs import LogprobsLists, PositionLogprobs, SequenceLogprobs, position_logprobs
 from jaxrunner.outputs import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SequenceDelta
 from jaxrunner.request import Request
+from jaxrunner.ruled_out import Forbidden
 from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
 from jaxrunner.scheduler import RequestUpdate
 from jaxrunner.sequence_text import SequenceText
@@ -23,6 +24,7 @@ class ActiveSequence:
     text: SequenceText
     logprobs: SequenceLogprobs
     output: CompletionOutput
+    forbidden: Forbidden | None
 
     def take(self, update: RequestUpdate, logprobs: LogprobsLists | None = None) -> SequenceDelta:
         """Takes in what a step brought; the delta says whether that ended the sequence."""
@@ -101,7 +103,7 @@ class ActiveRequest:
     def add(self, request: Request, text: SequenceText, logprobs: SequenceLogprobs) -> ActiveSequence:
         """One more sequence."""
         output = CompletionOutput(len(self.sequences), "", [], logprobs.cumulative, logprobs.positions)
-        sequence = ActiveSequence(self, request, text, logprobs, output)
+        sequence = ActiveSequence(self, request, text, logprobs, output, Forbidden.of(request.sampling_params))
         self.output.outputs.append(output)
         self.sequences.append(sequence)
         self.running.add(sequence)

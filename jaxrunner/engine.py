@@ -69,6 +69,10 @@ class EngineStats:
     prefix_cache: PrefixCacheStats
 
 
+class EngineDeadError(RuntimeError):
+    """A failed step could not be cleaned up behind, as when the device is gone. No request can be served any more."""
+
+
 class Engine:
     """Runs requests step by step: ``add_request``, ``step`` until ``has_unfinished_requests`` is False.
 
@@ -82,6 +86,7 @@ class Engine:
 
     Attributes:
         scheduler: the current one; a failed step replaces it.
+        dead: why the engine can't go on: a failed step could not be cleaned up behind; None: it can.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class Engine:
         self._requests: dict[str, ActiveRequest] = {}
         self._sequences: dict[str, ActiveSequence] = {}  # those that run, by the scheduler's id
         self.scheduler = self._new_scheduler()
+        self.dead: BaseException | None = None
 
     def _new_scheduler(self) -> Scheduler:
         manager = KVCacheManager(self._kv_cache_config, self._enable_prefix_caching)
@@ -141,7 +147,9 @@ class Engine:
 
         Raises:
             ValueError: the id is taken, a priority without that policy, or a prompt that can never run.
+            EngineDeadError: see ``dead``.
         """
+        self._check_alive()
         check_priority(priority, self.scheduling_policy)
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is taken by an unfinished request")
@@ -166,7 +174,7 @@ class Engine:
                 logprobs = SequenceLogprobs(params.logprobs, self._token_texts)
                 self._sequences[sequence_id] = active.add(request, text, logprobs)
                 self._grammar_states.add(request)
-        except ValueError:
+        except BaseException:
             self.abort([request_id])
             raise
 
@@ -174,8 +182,12 @@ class Engine:
         """Plans a step, runs it, and takes in its tokens.
 
         Whatever it raises, a KeyboardInterrupt included, ends all requests: none of them can be relied on any more.
-        The engine itself goes on, as if new (``reset``).
+        The engine itself goes on, as if new (``reset``); where even that fails it is dead.
+
+        Raises:
+            EngineDeadError: see ``dead``.
         """
+        self._check_alive()
         try:
             plan = self.scheduler.schedule()
             plan.grammar_bitmask = self._grammar_states.masks(plan)
@@ -202,12 +214,20 @@ class Engine:
         return told
 
     def reset(self) -> None:
-        """Forgets all requests and the prefix cache, in the scheduler and in the runner."""
+        """Forgets all requests and the prefix cache, in the scheduler and in the runner.
+
+        Whatever it raises leaves the engine dead, until another ``reset`` succeeds.
+        """
         self._sequences.clear()
         self._grammar_states.clear()
         self._requests.clear()
-        self.scheduler = self._new_scheduler()
-        self.runner.reset()
+        try:
+            self.scheduler = self._new_scheduler()
+            self.runner.reset()
+        except BaseException as error:
+            self.dead = error
+            raise
+        self.dead = None
 
     def update_weights(self, weights: Any) -> None:
         """Replaces the model's weights and resets the prefix cache; see ``LLM.update_weights``."""
@@ -229,6 +249,13 @@ class Engine:
             prefix_cache=replace(manager.stats),
         )
 
+    def _check_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(
+                f"the engine can't go on: after a failed step it could not be reset ({type(self.dead).__name__}:"
+                f" {self.dead}); make a new one"
+            ) from self.dead
+
     def _take(self, updates: list[RequestUpdate], runner_output: ModelRunnerOutput) -> StepResult:
         result = StepResult([], [], [])
         streaming: dict[ActiveRequest, list[SequenceDelta]] = {}
@@ -248,6 +275,8 @@ class Engine:
             if runner_output.pooler_output is not None:
                 active.output.embedding = runner_output.pooler_output[row]
             failure = self._grammar_states.accept(update.req_id, update.new_token_ids)
+            if failure is None and sequence.forbidden is not None:
+                failure = sequence.forbidden.found_in(sequence.request.output_token_ids)
             if failure is not None:
                 active.output.error = failure
             delta = sequence.take(update, rows) if failure is None else sequence.end("error")

@@ -15,6 +15,7 @@ from jaxrunner.outputs import Prompt
 from jaxrunner.refusals import refuse_sampling_params
 from jaxrunner.request_limits import RequestLimits
 from jaxrunner.request_tables import check_tables
+from jaxrunner.ruled_out import check_something_is_left
 from jaxrunner.sampling_columns import MAX_STOP_TOKEN_IDS
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.structured_outputs import StructuredOutputsParams
@@ -207,6 +208,7 @@ class InputProcessor:
         try:
             refuse_sampling_params(params, [key for p in self.logits_processors for key in p.extra_args])
             check_tables(params, self.vocab_size)
+            check_something_is_left(params, self.vocab_size)
             check_logprobs(params, self.max_logprobs, self.vocab_size)
             if isinstance(params.structured_outputs, StructuredOutputsParams):
                 if self.grammars is None:

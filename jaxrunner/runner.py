@@ -25,7 +25,7 @@ from jaxrunner.compilation_cache import use_compilation_cache
 from jaxrunner.compilation_counter import CompilationCounter
 from jaxrunner.config import RunnerConfig
 from jaxrunner.executables import StepExecutables
-from jaxrunner.grammar_masks import check_grammar_bitmask
+from jaxrunner.grammar_masks import GrammarMasks
 from jaxrunner.invariants import check_invariants
 from jaxrunner.kv_cache.allocate import KVCachePlan, abstract_caches, allocate_caches, plan_caches
 from jaxrunner.logits_processors import CustomStates, LogitsProcessor, init_custom
@@ -110,6 +110,7 @@ class ModelRunner:
         self._buffers = self._new_buffers()
         self._pending: Pending | None = None
         self._prompt_logprobs, self._pooling = PromptLogprobs(self.executables.prompt_chunk), Pooling()
+        self._grammar_masks = GrammarMasks()
         self.recorder = recorder_of_run(config, self.batch, model.config, dtype, self.attention_choice)
         self.times = SegmentTimes()
         self.warm_up(on_compiled)
@@ -150,6 +151,7 @@ class ModelRunner:
             self.recorder.reset()
         self.batch, self._buffers = self._new_batch(), self._new_buffers()
         self._prompt_logprobs, self._pooling = PromptLogprobs(self.executables.prompt_chunk), Pooling()
+        self._grammar_masks = GrammarMasks()
         self.state = self._new_state()
         self.kv_caches = ()  # makes room for the new ones
         config = self.config
@@ -212,7 +214,7 @@ class ModelRunner:
             if data.sampling_params is not None:
                 check_logprobs(data.sampling_params, self.config.max_logprobs, self.model_config.vocab_size)
         self._prompt_logprobs.check(scheduler_output)
-        check_grammar_bitmask(self.batch, scheduler_output)
+        self._grammar_masks.check(self.batch, scheduler_output)
         self._pooling.check(scheduler_output, self.model_config.hidden_size)
         edits = block_edits(scheduler_output, len(self.functions.groups), self.num_blocks)
         clock = time.perf_counter
@@ -221,6 +223,7 @@ class ModelRunner:
             update_states(self.batch, scheduler_output, check=self.config.validate)
             self._prompt_logprobs.note(scheduler_output)
             self._pooling.note(scheduler_output)
+            self._grammar_masks.note(scheduler_output)
         updated = clock()
         for edit in edits:
             run = self.executables.edit_blocks(edit.group)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrunner.engine import Engine, check_priority
+from jaxrunner.engine import Engine, EngineDeadError, check_priority
 from jaxrunner.outputs import Prompt, RequestOutput
 from jaxrunner.sampling_params import RequestOutputKind
 
@@ -67,11 +67,11 @@ def checked_output(output: RequestOutput | BaseException) -> RequestOutput:
 
     Raises:
         RuntimeError: an exception came, of a step that ended all requests; it is the cause. A ValueError is of the
-            request itself, and is raised as it is.
+            request itself, and is raised as it is; so is that the engine is dead.
     """
     if isinstance(output, RequestOutput):
         return output
-    if isinstance(output, ValueError):
+    if isinstance(output, ValueError | EngineDeadError):
         raise output
     raise RuntimeError("a step failed while another caller ran it; all requests are lost") from output
 
@@ -112,7 +112,7 @@ class SharedEngine:
             for submission in submissions:
                 self._inboxes[submission.request_id] = inbox
                 inbox.unfinished.add(submission.request_id)
-            self._calls.append(lambda: self._add(submissions))
+            self._calls.append(lambda: self._add(submissions, inbox))
             self._state.notify_all()
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -158,9 +158,7 @@ class SharedEngine:
                         if until():
                             return
                         self._driven = driving = True
-                    self._make_calls()
-                    if not until():
-                        self._step()
+                    self._work(until)
                 finally:
                     if driving:
                         with self._state:
@@ -202,11 +200,33 @@ class SharedEngine:
                 return  # whoever drives looks for calls when it is done
             self._driven = True
         try:
-            self._make_calls()
+            self._work(lambda: True)
         finally:
             with self._state:
                 self._driven = False
                 self._state.notify_all()
+
+    def _work(self, until: Callable[[], bool]) -> None:
+        """All calls, and a step unless ``until()``. Whatever that raises ends all requests, and every caller is told:
+        nobody waits for outputs that will never come.
+        """
+        try:
+            self._make_calls()
+            if not until():
+                self._step()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        with self._state:
+            inboxes = set(self._inboxes.values())
+            self._inboxes.clear()
+        for inbox in inboxes:
+            with suppress(Exception):  # whoever can't be told: the others can
+                inbox.put(error)
+        if self.engine.has_unfinished_requests():
+            self.engine.reset()
 
     def _make_calls(self) -> None:
         while self._calls:
@@ -216,27 +236,26 @@ class SharedEngine:
         self._deliver(self.engine.abort(request_ids))
 
     def _step(self) -> None:
-        try:
-            if not self.engine.has_unfinished_requests():
-                raise RuntimeError("nothing is left to run, and what was waited for has not come")
-            result = self.engine.step()
-        except BaseException as error:
-            inboxes = set(self._inboxes.values())
-            self._inboxes.clear()
-            for inbox in inboxes:
-                inbox.put(error)
-            raise
+        if not self.engine.has_unfinished_requests():
+            raise RuntimeError("nothing is left to run, and what was waited for has not come")
+        result = self.engine.step()
         for delta in result.deltas:
             if (caller := self._inboxes.get(delta.request_id)) is not None:
                 caller.num_tokens += len(delta.token_ids)
         self._deliver(result.outputs)
 
-    def _add(self, submissions: list[Submission]) -> None:
+    def _add(self, submissions: list[Submission], inbox: Inbox) -> None:
         for s in submissions:
+            if self._inboxes.get(s.request_id) is not inbox:
+                continue  # a step has failed since it was queued, and its caller was told
             try:
                 self.engine.add_request(s.request_id, s.prompt, s.priority, s.output_kind)
-            except ValueError as error:
+            except (ValueError, EngineDeadError) as error:
                 self._inboxes.pop(s.request_id).put(error)
+            except Exception as error:  # a fault of ours: this request's all the same, and nobody else's
+                reason = ValueError(f"request {s.request_id!r} could not be queued: {type(error).__name__}: {error}")
+                reason.__cause__ = error
+                self._inboxes.pop(s.request_id).put(reason)
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:

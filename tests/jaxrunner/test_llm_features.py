@@ -58,6 +58,38 @@ def test_bad_words_of_several_tokens(llm):
     assert tokens(llm, [[5, 20]], params)[0][0] == 20
 
 
+def test_what_rules_out_every_token_is_refused(llm):
+    everything = [[i] for i in range(V)]
+    for fields, message in [
+        (
+            {"allowed_token_ids": [8, 9], "bad_words_token_ids": [[9], [8]]},
+            r"every token of allowed_token_ids \[8, 9\]",
+        ),
+        ({"bad_words_token_ids": everything}, "every token of the vocabulary"),
+    ]:
+        with pytest.raises(ValueError, match=f"bad_words rule out {message}"):
+            llm.generate([[5]], greedy(**fields))
+    left = {"allowed_token_ids": [8, 9], "bad_words_token_ids": [[9], [7, 8]]}
+    assert tokens(llm, [[5]], greedy(**left))[0] == [8] * 12
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0}, {"temperature": 1, "seed": 3}, {"top_p": 0.5, "seed": 3}], ids=str
+)
+def test_a_request_that_rules_out_every_token_later_ends_with_the_reason(llm, fields):
+    """After 8 neither 8 nor 9 may come: that shows when it is there. Others in the step go on."""
+    bad = {"allowed_token_ids": [8, 9], "bad_words_token_ids": [[9], [8, 8]]}
+    params = [SamplingParams(detokenize=False, max_tokens=12, **fields, **bad), greedy()]
+    stuck, other = llm.generate([[5], [5]], params, use_tqdm=False)
+    assert stuck.outputs[0].finish_reason == "error" and stuck.outputs[0].token_ids == [8]
+    assert "no token is left to sample" in stuck.error
+    assert other.error is None and other.outputs[0].token_ids == tokens(llm, [[5]], greedy())[0]
+    # All but one are bad words, and the one becomes it: without allowed_token_ids.
+    bad = {"bad_words_token_ids": [*([i] for i in range(V) if i != 8), [8, 8]]}
+    (stuck,) = llm.generate([[5]], SamplingParams(detokenize=False, max_tokens=12, **fields, **bad), use_tqdm=False)
+    assert stuck.outputs[0].token_ids == [8] and "no token is left" in stuck.error
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"logit_bias": {V: 1}}, {"allowed_token_ids": [V]}, {"stop_token_ids": [V]}, {"bad_words_token_ids": [[V]]}],

@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from jaxrunner.engine import EngineDeadError
 from jaxrunner.outputs import Prompt
 from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
 from jaxrunner.shared_engine import Inbox, SharedEngine, Submission, checked_output
@@ -151,6 +152,90 @@ def test_a_failed_step_is_told_to_every_caller_and_the_next_request_runs():
     with pytest.raises(RuntimeError, match="a step failed while another caller ran it") as raised:
         checked_output(error)
     assert str(raised.value.__cause__) == "the device is gone"
+    assert run(shared, submission("a", 4, max_tokens=2)) == {"a": [5, 6]}
+
+
+def test_any_exception_between_the_steps_is_told_too(monkeypatch):
+    """Of the engine, of whoever is told of an output: nobody waits for ever, and nothing runs that nobody waits for."""
+    shared = SharedEngine(make_engine())
+    mine, other, deaf = Inbox(), Inbox(), Inbox()
+    shared.submit([submission("deaf", 4, max_tokens=1)], deaf)
+    shared.submit([submission("a", 4, max_tokens=9)], mine)
+    shared.submit([submission("b", 4, max_tokens=9)], other)
+
+    def cannot_hear():
+        raise OSError("nobody listens")
+
+    deaf.on_arrival = cannot_hear
+    with pytest.raises(OSError, match="nobody listens"):
+        shared.drive(lambda: not mine.unfinished)
+    for inbox in (mine, other):
+        (error,), _ = inbox.take()
+        assert isinstance(error, OSError) and not inbox.unfinished
+    assert not shared.engine.has_unfinished_requests() and not shared.is_taken("a")
+    assert run(shared, submission("a", 4, max_tokens=2)) == {"a": [5, 6]}
+
+
+def test_what_was_queued_while_a_step_failed_is_told_and_never_runs():
+    shared = SharedEngine(make_engine())
+    mine, late = Inbox(), Inbox()
+    shared.submit([submission("a", 4, max_tokens=9)], mine)
+    step = shared.engine.runner.execute_model
+
+    def failing(plan):
+        shared.submit([submission("late", 4, max_tokens=9)], late)
+        raise RuntimeError("the device is gone")
+
+    shared.engine.runner.execute_model = failing
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        shared.drive(lambda: not mine.unfinished)
+    assert len(late.take()[0]) == 1 and not late.unfinished
+    shared.engine.runner.execute_model = step
+    assert run(shared, submission("late", 4, max_tokens=2)) == {"late": [5, 6]}  # the id is free, and one request runs
+    assert not shared.engine.has_unfinished_requests()
+
+
+def test_a_fault_while_a_request_is_queued_is_this_requests_own(monkeypatch):
+    shared = SharedEngine(make_engine())
+    add, mine, other = shared.engine.scheduler.add_request, Inbox(), Inbox()
+
+    def faulty(request):
+        if request.request_id == "mine":
+            raise TypeError("unhashable")
+        add(request)
+
+    monkeypatch.setattr(shared.engine.scheduler, "add_request", faulty)
+    shared.submit([submission("mine", 4)], mine)
+    shared.submit([submission("other", 4, max_tokens=2)], other)
+    shared.drive(lambda: not other.unfinished)
+    assert other.take()[0][0].outputs[0].token_ids == [5, 6]
+    with pytest.raises(ValueError, match="'mine' could not be queued: TypeError: unhashable"):
+        checked_output(mine.take()[0][0])
+    assert not shared.engine.has_unfinished_requests()
+
+
+def test_an_engine_that_can_not_be_reset_says_that_it_is_dead(monkeypatch):
+    shared = SharedEngine(make_engine())
+    runner, mine, other = shared.engine.runner, Inbox(), Inbox()
+    shared.submit([submission("a", 4, max_tokens=9)], mine)
+    shared.submit([submission("b", 4, max_tokens=9)], other)
+    runner.fail_at = 2
+    reset = runner.reset
+
+    def gone():
+        raise MemoryError("no room for the caches")
+
+    monkeypatch.setattr(runner, "reset", gone)
+    with pytest.raises(MemoryError):
+        shared.drive(lambda: not mine.unfinished)
+    assert not mine.unfinished and not other.unfinished and other.take()[0]
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="can't go on: .*MemoryError: no room for the caches.*make a new one"):
+            run(shared, submission("a", 4, max_tokens=2))
+    with pytest.raises(EngineDeadError):
+        shared.engine.step()
+    monkeypatch.setattr(runner, "reset", reset)
+    shared.engine.reset()
     assert run(shared, submission("a", 4, max_tokens=2)) == {"a": [5, 6]}
 
 

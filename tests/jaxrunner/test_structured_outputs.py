@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import LLM, AsyncLLM, SamplingParams
-from jaxrunner.protocol import GrammarOutput, NewRequestData, SchedulerOutput
+from jaxrunner.protocol import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from jaxrunner.structured_outputs import StructuredOutputsParams
 from tests.jaxrunner.chain import byte_level_tokenizer, successor_logits, write_chain
 
@@ -219,3 +219,38 @@ def test_a_plan_with_wrong_masks_is_refused(llm, masks, message):
     with pytest.raises(ValueError, match=message):
         llm.runner.execute_model(plan)
     assert "x" not in llm.runner.batch.requests
+
+
+def test_a_running_request_needs_a_mask_for_every_token(llm):
+    """Without one it would sample under the last step's, which its text has outgrown. A step in which it only computes
+    known tokens needs none."""
+    runner, words = llm.runner, -(-llm.inputs.vocab_size // 32)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), ignore_eos=True)
+    all_tokens = GrammarOutput(["x"], np.full((1, words), -1, np.int32))
+
+    def plan(computed, count, *, masks=None, new=(), outputs=None, blocks=None, resumed=()):
+        cached = CachedRequestData() if new else CachedRequestData(
+            ["x"], set(resumed), [blocks], [computed], [] if outputs is None else [outputs])  # fmt: skip
+        return SchedulerOutput(list(new), cached, {"x": count}, count, grammar_bitmask=masks)
+
+    runner.reset()
+    new = [NewRequestData("x", [5, 6, 7], ([1],), sampling_params=params)]
+    runner.execute_model(plan(0, 2, new=new))
+    with pytest.raises(ValueError, match="'x' has structured_outputs and samples in this step, without"):
+        runner.execute_model(plan(2, 1))
+    assert len(runner.execute_model(plan(2, 1, masks=all_tokens)).sampled_token_ids[0]) == 1
+    with pytest.raises(ValueError, match="samples in this step, without"):
+        runner.execute_model(plan(3, 1, blocks=([2],)))
+    runner.execute_model(plan(3, 1, masks=all_tokens))
+    # It is preempted, and computes its five tokens again in two steps.
+    runner.execute_model(SchedulerOutput(preempted_req_ids={"x"}))
+    runner.execute_model(plan(0, 4, blocks=([3],), resumed=["x"]))
+    with pytest.raises(ValueError, match="samples in this step, without"):
+        runner.execute_model(plan(4, 1, blocks=([4],)))
+    runner.execute_model(plan(4, 1, blocks=([4],), masks=all_tokens))
+    # Its end is no step for it, and another request may take its name.
+    runner.execute_model(SchedulerOutput(finished_req_ids={"x"}))
+    runner.execute_model(plan(0, 3, new=[NewRequestData("x", [5, 6, 7], ([1],))]))
+    runner.execute_model(plan(3, 1, blocks=([2],)))
+    runner.reset()
+    llm.engine.reset()
