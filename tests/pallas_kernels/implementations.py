@@ -3,6 +3,9 @@
 A new one joins the shared tests by one entry in TESTED. What it doesn't take it refuses, and so leaves out.
 """
 
+import faulthandler
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -47,6 +50,18 @@ TESTED = (
     Tested(TritonAttention(interpret=True, most_programs=16)),
     Tested(ReferenceAttention(), platform="cpu", examples=10),
 )
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Ends the process, with a traceback, when the time is over: a hung interpreter can't be interrupted."""
+    if seconds is not None:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        if seconds is not None:
+            faulthandler.cancel_dump_traceback_later()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """What every attention implementation must pass: any ragged batch, against float64 loops, poison all around it."""
 
-import faulthandler
-from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -12,22 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import GroupSpec, StepAttention
-from tests.pallas_kernels.implementations import CASES, QUICK, TESTED, attend, pairs, refusal
+from tests.pallas_kernels.implementations import CASES, QUICK, TESTED, attend, pairs, refusal, time_limit
 from tests.pallas_kernels.ragged import make_batch, requests_of
 
 each_of_them = pytest.mark.parametrize("tested", TESTED, ids=[each.name for each in TESTED])
-
-
-@contextmanager
-def time_limit(seconds):
-    """Ends the process, with a traceback, when the time is over: a hung interpreter can't be interrupted."""
-    if seconds is not None:
-        faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        yield
-    finally:
-        if seconds is not None:
-            faulthandler.cancel_dump_traceback_later()
 
 
 def check(tested, case, batch, sinks=None, causal=True):
