@@ -127,9 +127,9 @@ class Lab:
         field["update_cell"][:] = np.iinfo(np.int32).max
         field["idx_mapping"][:] = REQS
         if poisoned:
-            for name in ("num_computed", "num_known", "num_prompt", "num_draft"):
+            for name in ("num_computed", "num_prompt", "num_draft"):
                 field[name][:] = 1000 + len(name)
-            field["use_device"][:] = 1
+            field["use_device"][:] = 1  # and num_known 0: as if the sample counted
             field["idx_mapping"][n:] = 1  # somebody else's index
             field["logits_indices"][:] = layout.num_tokens - 1
             field["token_ids"][:] = POISON_TOKEN
@@ -173,6 +173,7 @@ class Lab:
                 "sampled": np.asarray(sampled[:n]),
                 "logits": np.asarray(logits[:n]),
                 "last sampled": np.asarray(state.last_sampled)[INDICES[:n]],
+                "last sampled of others": np.delete(np.asarray(state.last_sampled), INDICES[:n]),
                 "caches": [np.asarray(kv, np.float32) for cache in caches for kv in cache],
             }
 
@@ -228,6 +229,7 @@ def test_poison_reaches_nothing(tested: implementations.Tested, mode: ExecutionM
         assert (expected[~own] == 0).all()
     for name in ("sampled", "logits", "last sampled"):
         np.testing.assert_array_equal(poisoned[name], clean[name])
+    assert (clean["last sampled of others"] == 0).all() and (poisoned["last sampled of others"] == POISON_TOKEN).all()
 
 
 @pytest.mark.parametrize(("tested", "mode", "bucket"), steps(ExecutionMode.FULL, ExecutionMode.PIECEWISE))
