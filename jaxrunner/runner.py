@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from jaxrunner.batch import (
     record_tokens,
     update_states,
 )
-from jaxrunner.block_edits import block_edits
+from jaxrunner.block_edits import BlockEdit, block_edits
 from jaxrunner.compilation_cache import use_compilation_cache
 from jaxrunner.compilation_counter import CompilationCounter
 from jaxrunner.config import RunnerConfig
@@ -67,8 +68,8 @@ class ModelRunner:
         times: where the time went.
         recorder: writes the trace, if ``config.trace`` asks for one; its ``close`` ends the file.
         counter: hears of JAX's compilations; its hits and misses are those of the persistent cache.
-        compilations: what JAX compiled while a step ran, after warm-up: 0, or something is wrong. (Mode NONE and a
-            lazy warm-up compile when they meet a shape, and that is counted.)
+        compilations: what JAX compiled while a step ran, after warm-up, from merging its plan to reading its results:
+            0, or something is wrong. (Mode NONE compiles when it meets a shape, and that is counted.)
         background: compiles what the warm-up left out, where ``config.background_compilation`` asks for it.
     """
 
@@ -217,6 +218,20 @@ class ModelRunner:
         self._grammar_masks.check(self.batch, scheduler_output)
         self._pooling.check(scheduler_output, self.model_config.hidden_size)
         edits = block_edits(scheduler_output, len(self.functions.groups), self.num_blocks)
+        with self._counting():
+            return self._submit(scheduler_output, edits, return_logits)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """What JAX compiles in the block counts as compiled in a step."""
+        before = self.counter.compilations
+        try:
+            yield
+        finally:
+            if self.executables.warm:
+                self.compilations += self.counter.compilations - before
+
+    def _submit(self, scheduler_output: SchedulerOutput, edits: list[BlockEdit], return_logits: bool) -> Pending:
         clock = time.perf_counter
         start = clock()
         with segment("update"):
@@ -242,12 +257,10 @@ class ModelRunner:
             check_invariants(self.batch, scheduler_output, inputs)
         prepared = clock()
         record = None if recorder is None else recorder.begin(scheduler_output, inputs)
-        dispatching, compilations = clock(), self.counter.compilations
+        dispatching = clock()
         with segment("dispatch"):
             outputs = self._dispatch(scheduler_output, inputs, return_logits)
         dispatched = clock()
-        if self.executables.warm:
-            self.compilations += self.counter.compilations - compilations
         self._pending = Pending(self, inputs, outputs, record)
         segments = {"update": updated - start, "prepare": prepared - updated, "dispatch": dispatched - dispatching}
         self.times.add(segments)
@@ -279,6 +292,10 @@ class ModelRunner:
         return outputs
 
     def _finish(self, pending: Pending) -> ModelRunnerOutput:
+        with self._counting():
+            return self._read(pending)
+
+    def _read(self, pending: Pending) -> ModelRunnerOutput:
         inputs, outputs, clock = pending._inputs, pending._outputs, time.perf_counter
         assert inputs is not None and outputs is not None
         start = clock()

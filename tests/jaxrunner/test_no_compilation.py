@@ -3,12 +3,14 @@ compiles. Counted by JAX's own events, not by ours.
 """
 
 import itertools
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+from jaxrunner import runner as runner_module
 from jaxrunner.config import RunnerConfig
 from jaxrunner.kv_cache.manager import KVCacheManager
 from jaxrunner.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
@@ -81,22 +83,29 @@ def test_two_thousand_steps_compile_nothing(runner: ModelRunner) -> None:
     assert len(members) > 400 and scheduler.num_preemptions > 0
 
 
-def test_what_compiles_in_a_step_is_counted(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler that compiles behind the executables' back would not go unseen."""
+@pytest.mark.parametrize("place", ["uploads_ahead", "edit_blocks", "record_tokens", "runner_output"])
+def test_what_compiles_in_a_step_is_counted(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """A helper that compiles behind the executables' back would not go unseen, wherever in a step: before its inputs
+    are prepared, in the dispatch, and when its results are read.
+    """
     runner.reset()
-    dispatch = runner._dispatch
+    owner = runner.executables if place == "edit_blocks" else runner_module
+    helper = getattr(owner, place)
 
     def compiles(*arguments):
         jax.jit(lambda x: x * 1.25 - 3).lower(np.zeros(3, np.float32)).compile()
-        return dispatch(*arguments)
+        return helper(*arguments)
 
-    monkeypatch.setattr(runner, "_dispatch", compiles)
+    monkeypatch.setattr(owner, place, compiles)
     scheduler = Scheduler(
         SchedulerConfig(REQS, BUDGET, LENGTH),
         KVCacheManager(KVCacheConfig(CONFIG.num_blocks, [KVCacheGroup([0], FullAttentionSpec(BLOCK, 2, 16))]), False),
     )
     scheduler.add_request(Request("a", [1, 2], SamplingParams(max_tokens=1, detokenize=False)))
     before = runner.compilations
-    runner.execute_model(scheduler.schedule())
+    plan = scheduler.schedule()
+    runner.execute_model(replace(plan, block_copies=([(1, 2)],)))
     assert runner.compilations == before + 1
     runner.compilations = before
