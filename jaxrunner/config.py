@@ -54,7 +54,7 @@ class RunnerConfig:
             of the device's memory has room for after weights and the largest executable's temporaries; on a device
             that states no limit (CPU), enough for every request at full length, at most ``cpu_cache_bytes``.
         token_buckets, logits_buckets, request_buckets: padded sizes: a tuple; "powers_of_two" (None means these),
-            "vllm", "bounded:P" (at most P % padding); or a .json file that holds the sizes, as
+            "spread", "vllm", "bounded:P" (at most P % padding); or a .json file that holds the sizes, as
             scripts/sweep_buckets.py writes it. The limits themselves are always added. Request buckets are
             attention's rows in mode PIECEWISE; in the other modes the rows follow from the tokens.
         execution_mode: FULL, the best measured; PIECEWISE, NONE, FULL_DECODE_ONLY, FULL_AND_PIECEWISE: see

@@ -23,7 +23,7 @@ from jaxrunner.exact_call import abstract, exact
 from jaxrunner.piecewise import PiecewiseForwards
 from jaxrunner.sampling_columns import RECORD_WORDS
 from jaxrunner.saved_executables import SavedExecutables, save_executables
-from jaxrunner.shapes import ExecutionMode, StepShape, StepShapes
+from jaxrunner.shapes import ExecutionMode, StepShape, StepShapes, round_up
 from jaxrunner.step import (
     DeviceState,
     StepFunctions,
@@ -268,7 +268,7 @@ class StepExecutables:
         shapes = self._shapes
         # A step of T tokens has at most min(T, S_max) logits rows.
         most = min(max(token_buckets, default=1), shapes.max_logits)
-        last = shapes.logits[-1] if most > shapes.logits[-1] else min(s for s in shapes.logits if s >= most)
+        last = round_up(most, shapes.logits)
         wanted = [partial(self.forward, shape) for shape in shapes.forwards(token_buckets)]
         wanted += [partial(self.head, s) for s in sorted(shapes.logits, reverse=True) if s <= last]
         wanted += [

@@ -56,9 +56,9 @@ class LLMConfig:
         scheduling_policy: "fcfs" (first come, first served) or "priority" (lowest ``priority`` first).
         seed: of the engine; a request without a seed derives one from it and from its request id.
         max_logprobs: log probabilities that a request may want of each token, -1: of the whole vocabulary.
-        token_buckets, logits_buckets: padded sizes of a step: a tuple; "powers_of_two", "vllm", "bounded:P" (at most
-            P % padding); or a .json file of sizes. None: on CPU, where compiling takes seconds a size and a step is
-            cheap, a few far apart; powers of two elsewhere.
+        token_buckets, logits_buckets: padded sizes of a step: a tuple; "powers_of_two", "spread" (1, 8, 32, 128, 512),
+            "vllm", "bounded:P" (at most P % padding); or a .json file of sizes. None: "spread" on CPU, where compiling
+            takes seconds a size; powers of two elsewhere.
         request_buckets: the same of attention's rows in mode PIECEWISE. None: powers of two.
         execution_mode: FULL, PIECEWISE, NONE, FULL_DECODE_ONLY or FULL_AND_PIECEWISE (vLLM's cudagraph_mode).
         warmup: what is compiled before the first request: "all" sizes, none ("lazy"), the token buckets listed, or
@@ -160,8 +160,8 @@ class LLMConfig:
             budget = max(min(2048 if cpu else 8192, seqs * length), seqs)
         tokens, logits = self.token_buckets, self.logits_buckets
         if cpu:
-            tokens = tokens if tokens is not None else spread_buckets(budget)
-            logits = logits if logits is not None else spread_buckets(seqs)
+            tokens = tokens if tokens is not None else "spread"
+            logits = logits if logits is not None else "spread"
         warmup: Warmup = ("lazy" if cpu else "all") if self.warmup == "auto" else self.warmup
         shared = {name: getattr(self, name) for name in SHARED_RULES}
         return RunnerConfig(
@@ -172,11 +172,6 @@ class LLMConfig:
             num_blocks=self.num_gpu_blocks_override,
             warmup=warmup,
         )
-
-
-def spread_buckets(limit: int) -> tuple[int, ...]:
-    """At most six sizes: 1, 8, 32, 128, 512 below ``limit``, and ``limit``."""
-    return (*(size for size in (1, 8, 32, 128, 512) if size < limit), limit)
 
 
 def unknown_options(names: Iterable[str], known: Iterable[str]) -> TypeError:

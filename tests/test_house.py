@@ -124,7 +124,60 @@ def hidden_switches(root: Path) -> list[str]:
     return found
 
 
-CHECKS = [wrong_way_imports, breaches_of_the_host, long_files, hidden_switches]
+# Rounding up by these names; ``cdiv`` and ``-(-a // b)`` count blocks, words or programs, and pad nothing.
+ROUNDING = {"ceil", "bit_length", "next_power_of_2", "next_power_of_two", "ceiling"}
+
+
+def rounded_sizes(root: Path) -> list[str]:
+    """Sizes rounded up outside jaxrunner.shapes: to a multiple, to a power of two, to the least that is enough.
+
+    Models and kernels don't ask for padded shapes, they are given them: what a tile is rounded to is theirs.
+    """
+    found = []
+    for module, path in sources(root, ["scripts", "jaxrunner"]).items():
+        if inside(module, "jaxrunner.shapes"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), path)):
+            match node:
+                case ast.BinOp(op=ast.Mult(), left=left, right=right):
+                    rounds = any(
+                        (by := _divided_up(one)) is not None and ast.dump(by) == ast.dump(other)
+                        for one, other in ((left, right), (right, left))
+                    )
+                case ast.Attribute(attr=name) | ast.Name(id=name):
+                    rounds = name in ROUNDING
+                case ast.Call(
+                    func=ast.Name("min"), args=[ast.GeneratorExp(elt=element, generators=[ast.comprehension(ifs=ifs)])]
+                ):
+                    rounds = any(_at_least(test, element) for test in ifs)
+                case _:
+                    rounds = False
+            if rounds:
+                found.append(f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def _divided_up(node: ast.expr) -> ast.expr | None:
+    """b, where the node is -(-a // b) or cdiv(a, b)."""
+    match node:
+        case ast.UnaryOp(ast.USub(), ast.BinOp(ast.UnaryOp(ast.USub(), _), ast.FloorDiv(), by)):
+            return by
+        case ast.Call(ast.Name("cdiv"), [_, by]):
+            return by
+    return None
+
+
+def _at_least(test: ast.expr, element: ast.expr) -> bool:
+    """Whether the test is element >= something, or something <= element."""
+    match test:
+        case ast.Compare(left=left, ops=[ast.GtE()]):
+            return ast.dump(left) == ast.dump(element)
+        case ast.Compare(ops=[ast.LtE()], comparators=[right]):
+            return ast.dump(right) == ast.dump(element)
+    return False
+
+
+CHECKS = [wrong_way_imports, breaches_of_the_host, long_files, hidden_switches, rounded_sizes]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -175,6 +228,12 @@ BREACHES = [
     (hidden_switches, {"jaxrunner/a.py": "import os\nx = os.getenv('X')"}, "jaxrunner/a.py:2"),
     (hidden_switches, {"jaxrunner/a.py": "from os import environ"}, "jaxrunner/a.py:1"),
     (hidden_switches, {"jaxrunner/a.py": "def f():\n    global x\n    x = 1"}, "jaxrunner/a.py:2"),
+    (rounded_sizes, {"jaxrunner/a.py": "x = 8 * -(-n // 8)"}, "jaxrunner/a.py:1"),
+    (rounded_sizes, {"scripts/a.py": "x = cdiv(n, s.size) * s.size"}, "scripts/a.py:1"),
+    (rounded_sizes, {"jaxrunner/a.py": "import math\nx = math.ceil(n / 8)"}, "jaxrunner/a.py:2"),
+    (rounded_sizes, {"jaxrunner/a.py": "x = 1 << (n - 1).bit_length()"}, "jaxrunner/a.py:1"),
+    (rounded_sizes, {"jaxrunner/a.py": "x = min(s for s in sizes if s >= n)"}, "jaxrunner/a.py:1"),
+    (rounded_sizes, {"jaxrunner/a.py": "x = min(s for s in sizes if n <= s)"}, "jaxrunner/a.py:1"),
 ]
 
 
@@ -193,7 +252,8 @@ def test_allowed_code_is_left_alone(tmp_path):
             "jaxrunner/runner.py": "from jaxrunner.batch import a\nfrom jaxrunner import step",
             "jaxrunner/batch/a.py": "import numpy\nfrom ..shapes import b\nfrom ..protocol import c",
             "jaxrunner/step/a.py": "import jax\nimport models\nfrom ..shapes import b",
-            "jaxrunner/shapes.py": "x = 1\n" * 400,
+            "jaxrunner/shapes/a.py": "x = 8 * -(-n // 8)\n" * 400,
+            "jaxrunner/b.py": "blocks = -(-tokens // size)\nbytes = -(-tokens // size) * page\nx = min(s for s in t)",
             "models/a.py": "import os\nchild = {**os.environ, 'TMPDIR': 'x'}",
         },
     )

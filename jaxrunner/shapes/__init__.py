@@ -2,7 +2,16 @@
 
 from jaxrunner.shapes.buckets import Buckets, StepShape, StepShapes
 from jaxrunner.shapes.dispatch import BatchDescriptor, Dispatcher, dummy_batch, is_uniform_decode, uniform_sizes
-from jaxrunner.shapes.ladders import bounded_waste, padding_table, powers_of_two, round_up, vllm_sizes
+from jaxrunner.shapes.ladders import (
+    bounded_waste,
+    cdiv,
+    padding_table,
+    powers_of_two,
+    round_up,
+    round_up_to_multiple,
+    spread,
+    vllm_sizes,
+)
 from jaxrunner.shapes.layout import StepLayout
 from jaxrunner.shapes.modes import ExecutionMode, Policy, Support, supported_policy
 
@@ -17,11 +26,14 @@ __all__ = [
     "StepShapes",
     "Support",
     "bounded_waste",
+    "cdiv",
     "dummy_batch",
     "is_uniform_decode",
     "padding_table",
     "powers_of_two",
     "round_up",
+    "round_up_to_multiple",
+    "spread",
     "supported_policy",
     "uniform_sizes",
     "vllm_sizes",

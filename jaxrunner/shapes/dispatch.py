@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxrunner.shapes.ladders import cdiv
+from jaxrunner.shapes.ladders import round_up_to_multiple
 from jaxrunner.shapes.modes import ExecutionMode, Policy
 
 
@@ -28,7 +28,7 @@ class BatchDescriptor:
 
 def uniform_sizes(sizes: Iterable[int], query_len: int, max_num_reqs: int) -> tuple[int, ...]:
     """Buckets of uniform decodes: each size rounded up to a multiple of ``query_len``, up to a full batch of them."""
-    rounded = {cdiv(size, query_len) * query_len for size in sizes}
+    rounded = {round_up_to_multiple(size, query_len) for size in sizes}
     return tuple(sorted(size for size in rounded if query_len <= size <= query_len * max_num_reqs))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 VLLM_CEILING = 512  # tokens; vLLM's largest default size, but on SM100
-NAMED = "'powers_of_two', 'vllm', or 'bounded:P' for at most P % padding"
+NAMED = "'powers_of_two', 'spread', 'vllm', or 'bounded:P' for at most P % padding"
 
 
 def cdiv(a: int, b: int) -> int:
@@ -27,6 +27,11 @@ def round_up(n: int, buckets: Sequence[int]) -> int:
     return buckets[at]
 
 
+def round_up_to_multiple(n: int, of: int) -> int:
+    """The smallest multiple that is at least ``n``."""
+    return cdiv(n, of) * of
+
+
 def padding_table(buckets: Sequence[int]) -> list[int]:
     """Entry n is the bucket that n rounds up to, for n from 0 (which needs none) to the largest."""
     return [0] + [round_up(n, buckets) for n in range(1, buckets[-1] + 1)]
@@ -37,6 +42,13 @@ def powers_of_two(limit: int) -> tuple[int, ...]:
     if limit < 1:
         raise ValueError(f"the largest bucket must be at least 1, got {limit}")
     return tuple(1 << i for i in range((limit - 1).bit_length())) + (limit,)
+
+
+def spread(limit: int) -> tuple[int, ...]:
+    """Few sizes, for where compiling is dear and a step cheap: 1, 8, 32, 128, 512 below ``limit``, and ``limit``."""
+    if limit < 1:
+        raise ValueError(f"the largest bucket must be at least 1, got {limit}")
+    return (*(size for size in (1, 8, 32, 128, 512) if size < limit), limit)
 
 
 def vllm_sizes(
@@ -102,6 +114,8 @@ def named(name: str, limit: int, max_num_seqs: int, num_speculative_tokens: int 
             return bounded_waste(limit, float(bound))
         if name == "powers_of_two":
             return powers_of_two(limit)
+        if name == "spread":
+            return spread(limit)
         if name == "vllm":
             return listed(vllm_sizes(max_num_seqs, limit, num_speculative_tokens), limit, name)
     except ValueError as error:

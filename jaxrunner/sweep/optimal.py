@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from jaxrunner.shapes import padding_table
+
 Cost = Callable[[Int64[np.ndarray, "M"]], Float64[np.ndarray, "M"]]
 """What one step padded to each of these sizes costs, in any unit; never falls as the size grows."""
 
@@ -43,8 +45,7 @@ class StepCounts:
 
     def padded(self, ladder: Sequence[int]) -> Int64[np.ndarray, "M"]:
         """The bucket that each of ``sizes`` runs at."""
-        buckets = np.asarray(ladder, np.int64)
-        return buckets[np.searchsorted(buckets, self.sizes)]
+        return np.asarray(padding_table(ladder), np.int64)[self.sizes]
 
     def waste(self, ladder: Sequence[int]) -> float:
         """Padding as a fraction of the padded tokens of all steps."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jaxrunner.protocol import SchedulerOutput
+from jaxrunner.shapes import round_up_to_multiple
 from scripts.host_bench.books import Books
 
 NEVER = 1 << 30  # outputs after which a request that doesn't finish by itself would
@@ -61,7 +62,7 @@ class TraceConfig:
     def max_num_batched_tokens(self) -> int:
         """Holds every step of the trace."""
         if self.scenario == "churn":
-            return max(8192, -(-(self.num_reqs + self.leaving * self.arrival_prompt) // 1024) * 1024)
+            return max(8192, round_up_to_multiple(self.num_reqs + self.leaving * self.arrival_prompt, 1024))
         return 8192
 
     @property

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxrunner import LLM, loading
-from jaxrunner.llm_config import LLMConfig, spread_buckets
+from jaxrunner.llm_config import LLMConfig
 from tests.jaxrunner.chain import successor_logits, write_chain
 
 BUCKETS = "a tuple of integers, a ladder's name, a .json file or None"
@@ -129,9 +129,3 @@ def test_lists_of_sizes_are_taken():
     """As a user writes them; the model that there isn't is what is wrong then."""
     with pytest.raises(ValueError, match="no/such/model"):
         LLM("there/is/no/such/model", token_buckets=[8, 32], logits_buckets=[4], warmup=[32])
-
-
-@pytest.mark.parametrize("limit", [1, 5, 8, 9, 512, 8192])
-def test_spread_buckets_end_at_the_limit(limit):
-    sizes = spread_buckets(limit)
-    assert sizes[-1] == limit and len(sizes) <= 6 and list(sizes) == sorted(set(sizes))

@@ -84,9 +84,7 @@ def test_two_thousand_steps_compile_nothing(runner: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("place", ["uploads_ahead", "edit_blocks", "record_tokens", "runner_output"])
-def test_what_compiles_in_a_step_is_counted(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_what_compiles_in_a_step_is_counted(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """A helper that compiles behind the executables' back would not go unseen, wherever in a step: before its inputs
     are prepared, in the dispatch, and when its results are read.
     """

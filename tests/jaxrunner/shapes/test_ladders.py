@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrunner.shapes import StepShapes, bounded_waste, padding_table, round_up, vllm_sizes
+from jaxrunner.shapes import (
+    StepShapes,
+    bounded_waste,
+    padding_table,
+    round_up,
+    round_up_to_multiple,
+    spread,
+    vllm_sizes,
+)
 from jaxrunner.shapes.ladders import named
 from tests.cases_by_id import case
 
@@ -59,6 +67,19 @@ def test_names() -> None:
     assert named("vllm", 8192, 256) == (*vllm_sizes(256, 8192), 8192)  # the budget after vLLM's own
     assert StepShapes(8192, 256, token_buckets="vllm").tokens[-2:] == (512, 8192)
     assert StepShapes(64, 8, 1, logits_buckets="bounded:25").logits == bounded_waste(16, 25)
+
+
+@pytest.mark.parametrize("limit", [1, 5, 8, 9, 512, 8192])
+def test_spread_sizes_are_few_and_end_at_the_limit(limit: int) -> None:
+    sizes = named("spread", limit, 4)
+    assert sizes == spread(limit) and sizes[-1] == limit and len(sizes) <= 6
+    assert list(sizes) == sorted(set(sizes))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5000))
+def test_the_next_multiple(n: int, of: int) -> None:
+    found = round_up_to_multiple(n, of)
+    assert found % of == 0 and found - of < n <= found
 
 
 @pytest.mark.parametrize("name", ["bounded", "bounded:x", "bounded:100", "pow2", ""])
