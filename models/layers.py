@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from models.config import ModelConfig
 from models.linear import LinearWeights, linear
 from models.parameters import Initializer
-from pallas_kernels import AttentionLayer, KVCache, RopeTable, StepAttention, apply_rope
+from pallas_kernels import AttentionLayer, HeadNorms, KVCache, RopeTable, StepAttention, norm_and_rope, rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -25,10 +24,7 @@ class RMSNorm(nnx.Module):
         self.weight = make.constant((size,), 0.0 if self.plus_one else 1.0)
 
     def __call__(self, x: Float[Array, "... size"]) -> Float[Array, "... size"]:
-        wide = x.astype(jnp.float32)
-        weight = self.weight[...].astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * scale * (1 + weight if self.plus_one else weight)).astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps, self.plus_one)
 
 
 class Attention(nnx.Module):
@@ -51,14 +47,18 @@ class Attention(nnx.Module):
     def project(
         self, x: Float[Array, "T E"]
     ) -> tuple[Float[Array, "T H D"], Float[Array, "T Hkv D"], Float[Array, "T Hkv D"]]:
-        """Queries, keys and values, normalised where the model does that. Not rotated yet."""
+        """Queries, keys and values, neither normalised nor rotated yet."""
         layer, num_tokens = self.layer, x.shape[0]
         qkv = linear(f"{self.name}.qkv", self.qkv, x).reshape(num_tokens, -1, layer.head_dim)
         k_begin, v_begin = layer.num_heads, layer.num_heads + layer.num_kv_heads
-        q, k, v = qkv[:, :k_begin], qkv[:, k_begin:v_begin], qkv[:, v_begin:]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        return qkv[:, :k_begin], qkv[:, k_begin:v_begin], qkv[:, v_begin:]
+
+    @property
+    def norms(self) -> HeadNorms | None:
+        """Those of query and key heads, as the kernel takes them that applies them."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps, self.q_norm.plus_one)
 
     def output(self, out: Float[Array, "T H D"]) -> Float[Array, "T E"]:
         return linear(f"{self.name}.o", self.o, out.reshape(out.shape[0], -1))
@@ -100,15 +100,15 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "T E"], table: RopeTable, cache: KVCache, attention: StepAttention
     ) -> tuple[Float[Array, "T E"], KVCache]:
         q, k, v = self.attention.project(self.input_norm(x))
-        out, cache = attention(q, k, v, cache, self.attention.layer, rope=table)
+        out, cache = attention(q, k, v, cache, self.attention.layer, rope=table, norms=self.attention.norms)
         return self.after_attention(x, out), cache
 
     def before_attention(
         self, x: Float[Array, "T E"], table: RopeTable
     ) -> tuple[Float[Array, "T H D"], Float[Array, "T Hkv D"], Float[Array, "T Hkv D"]]:
-        """The dense half before attention: queries, keys and values of the stream, rotated."""
+        """The dense half before attention: queries, keys and values of the stream, normalised and rotated."""
         q, k, v = self.attention.project(self.input_norm(x))
-        return apply_rope(q, table), apply_rope(k, table), v
+        return *norm_and_rope(q, k, table, self.attention.norms), v
 
     def after_attention(self, x: Float[Array, "T E"], attended: Float[Array, "T H D"]) -> Float[Array, "T E"]:
         """The dense half behind it: what attention gave and the MLP, added to the stream."""

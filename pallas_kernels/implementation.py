@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
 from pallas_kernels.configurations import KernelConfiguration
+from pallas_kernels.head_norms import HeadNorms
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
 
 if TYPE_CHECKING:
@@ -125,18 +126,20 @@ class StepAttention:
         layer: AttentionLayer,
         sinks: Float[Array, "H"] | None = None,
         rope: "RopeTable | None" = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[Float[Array, "T H D"], KVCache]:
-        """(attention output, the cache with k and v written). With a table q and k are rotated first.
+        """(attention output, the cache with k and v written). With a table q and k are rotated first, and before
+        that, with norms, each of their heads normalised.
 
         Raises:
-            ValueError: the implementation or the write refuses; the message names the layer.
+            ValueError: the implementation or the write refuses; norms without a table. The message names the layer.
         """
         # Without its name a layer equals the others of its kind, so a step's attention is traced and lowered once
         # for all of them: for 30 layers that saves seconds a shape, also of what the compilation cache holds already.
         kind = replace(layer, name="")
         try:
             return _write_and_attend(
-                self.implementation, kind, q, k, v, cache, self.metadata, self.slot_mapping, sinks, rope
+                self.implementation, kind, q, k, v, cache, self.metadata, self.slot_mapping, sinks, rope, norms
             )
         except ValueError as error:
             raise ValueError(f"layer {layer.name!r}: {error}") from error
@@ -154,16 +157,19 @@ def _write_and_attend(
     slot_mapping: Int32[Array, "T"],
     sinks: Float[Array, "H"] | None,
     rope: "RopeTable | None",
+    norms: HeadNorms | None,
 ) -> tuple[Float[Array, "T H D"], KVCache]:
     from pallas_kernels.rope import rope_and_write_kv_cache  # they build on this module
     from pallas_kernels.write_kv_cache import write_kv_cache
 
     # A step on the reference is differentiable, and so must the write be.
     write = "reference" if implementation.name == "reference" else "auto"
+    if norms is not None and rope is None:
+        raise ValueError("norms of heads are applied before a rotation: give its table as well (rope=)")
     if rope is None:
         cache = write_kv_cache(k, v, cache, slot_mapping, implementation=write)
     else:
-        q, cache = rope_and_write_kv_cache(q, k, v, rope, cache, slot_mapping, implementation=write)
+        q, cache = rope_and_write_kv_cache(q, k, v, rope, cache, slot_mapping, norms=norms, implementation=write)
     return implementation.attend(q, cache, metadata, layer, sinks), cache
 
 

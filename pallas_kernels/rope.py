@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, together with the write of keys and values into the cache."""
+"""Norms and rotary embedding of queries and keys, together with the write of keys and values into the cache."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import triton_backend, triton_configurations, triton_write
 from pallas_kernels.configurations import KernelConfiguration
+from pallas_kernels.head_norms import HeadNorms, rms_norm
 from pallas_kernels.implementation import Kernel, choose_kernel
 from pallas_kernels.metadata import KVCache
 from pallas_kernels.write_kv_cache import check_write, kernels_for, write_kv_cache
@@ -28,6 +29,17 @@ def apply_rope(x: Float[Array, "T H D"], table: RopeTable) -> Float[Array, "T H 
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+def norm_and_rope(
+    q: Float[Array, "T H D"], k: Float[Array, "T Hkv D"], table: RopeTable, norms: HeadNorms | None = None
+) -> tuple[Float[Array, "T H D"], Float[Array, "T Hkv D"]]:
+    """q and k as attention takes them: each head normalised, if there are norms, and rounded to its dtype; then
+    rotated and rounded again.
+    """
+    if norms is not None:
+        q, k = (rms_norm(x, weight, norms.eps, norms.plus_one) for x, weight in ((q, norms.q), (k, norms.k)))
+    return apply_rope(q, table), apply_rope(k, table)
+
+
 def rope_and_write_kv_cache(
     q: Float[Array, "T H D"],
     k: Float[Array, "T Hkv D"],
@@ -36,14 +48,16 @@ def rope_and_write_kv_cache(
     cache: KVCache,
     slot_mapping: Int32[Array, "T"],
     *,
+    norms: HeadNorms | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "T H D"], KVCache]:
-    """(rotated queries, the cache with rotated keys and values written): `apply_rope`, then `write_kv_cache`.
+    """(rotated queries, the cache with rotated keys and values written): `norm_and_rope`, then `write_kv_cache`.
 
     One pass over q, k and v where the implementation is a kernel; q, k and v are best given as slices of one array
     [T, H + 2 * Hkv, D], in this order, which it then reads as it is.
 
     Args:
+        norms: of query and key heads, before their rotation; None: the model has none.
         implementation: "auto", or a name: "triton", "reference". The reference alone is differentiable.
 
     Raises:
@@ -61,9 +75,13 @@ def rope_and_write_kv_cache(
             f"the table must have cosines and sines of shape {(num_tokens, head_dim // 2)}, "
             f"not {table.cos.shape} and {table.sin.shape}"
         )
+    if norms is not None and not norms.q.shape == norms.k.shape == (head_dim,):
+        raise ValueError(
+            f"the heads' norms must have weights of shape ({head_dim},), not {norms.q.shape}, {norms.k.shape}"
+        )
     kernels = kernels_for(cache, IMPLEMENTATIONS)
     kernel, _ = choose_kernel("rope_and_write_kv_cache", kernels, implementation)
-    return kernel.function(q, k, v, table, cache, slot_mapping)
+    return kernel.function(q, k, v, table, cache, slot_mapping, norms)
 
 
 def _triton(
@@ -73,8 +91,9 @@ def _triton(
     table: RopeTable,
     cache: KVCache,
     slot_mapping: Int32[Array, "T"],
+    norms: HeadNorms | None,
 ) -> tuple[Float[Array, "T H D"], KVCache]:
-    return triton_write.rotate_and_write(q, k, v, *table, cache, slot_mapping)
+    return triton_write.rotate_and_write(q, k, v, *table, cache, slot_mapping, norms)
 
 
 def _reference(
@@ -84,9 +103,10 @@ def _reference(
     table: RopeTable,
     cache: KVCache,
     slot_mapping: Int32[Array, "T"],
+    norms: HeadNorms | None,
 ) -> tuple[Float[Array, "T H D"], KVCache]:
-    written = write_kv_cache(apply_rope(k, table), v, cache, slot_mapping, implementation="reference")
-    return apply_rope(q, table), written
+    q, k = norm_and_rope(q, k, table, norms)
+    return q, write_kv_cache(k, v, cache, slot_mapping, implementation="reference")
 
 
 def _configurations() -> Iterable[KernelConfiguration]:

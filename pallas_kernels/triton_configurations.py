@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import triton_backend as triton
 from pallas_kernels.configurations import IN_PLACE, WIDE_LOADS, KernelConfiguration
+from pallas_kernels.head_norms import HeadNorms
 from pallas_kernels.metadata import KVCache
 
 TOKENS = 256
@@ -22,6 +23,9 @@ SHAPES = (
     (8, 4, 256, 4096, "bfloat16"),
     (8, 1, 128, 4096, "bfloat16"),
 )
+
+# With norms of the heads, (query heads, kv heads, head size, 1 + weight): as Qwen3-8B, Qwen3-0.6B, Gemma 3 270M.
+NORMED = ((32, 8, 128, False), (16, 8, 128, False), (4, 1, 256, True))
 
 
 def of_write(write_kv_cache: Callable[..., Any]) -> Iterator[KernelConfiguration]:
@@ -44,19 +48,27 @@ def of_write(write_kv_cache: Callable[..., Any]) -> Iterator[KernelConfiguration
 def of_rope_and_write(
     rope_and_write_kv_cache: Callable[..., Any], table: Callable[[Any, Any], Any]
 ) -> Iterator[KernelConfiguration]:
-    for index, (heads, kv_heads, head_dim, blocks, dtype) in enumerate(SHAPES):
+    def write(norms: HeadNorms | None, *args: Any) -> Any:
+        return rope_and_write_kv_cache(*args, norms=norms, implementation="triton")
+
+    shapes: list[tuple[Any, ...]] = [(*shape, None) for shape in SHAPES]
+    shapes += [(*shape, 4096, "bfloat16", plus_one) for *shape, plus_one in NORMED]
+    for heads, kv_heads, head_dim, blocks, dtype, plus_one in shapes:
         k, q, cache, slots = _arguments(heads, kv_heads, head_dim, blocks, dtype)
-        half = jax.ShapeDtypeStruct((TOKENS, head_dim // 2), jnp.float32)
+        half: Any = jax.ShapeDtypeStruct((TOKENS, head_dim // 2), jnp.float32)
+        weight: Any = jax.ShapeDtypeStruct((head_dim,), dtype)
+        norms = None if plus_one is None else HeadNorms(weight, weight, 1e-6, plus_one)
+        name = f"q{heads} h{kv_heads} d{head_dim} {blocks} blocks {dtype}"
         yield KernelConfiguration(
             kernel="rope_and_write_kv_cache",
             implementation="triton",
-            config=f"q{heads} h{kv_heads} d{head_dim} {blocks} blocks {dtype}",
-            function=partial(rope_and_write_kv_cache, implementation="triton"),
-            args=(q, k, k, table(half, half), cache, slots),
-            donate=(4,),
+            config=name if norms is None else f"{name} norms",
+            function=write,
+            args=(norms, q, k, k, table(half, half), cache, slots),
+            donate=(5,),
             capabilities=triton.CAPABILITIES,
             needs=frozenset({WIDE_LOADS, IN_PLACE}),
-            in_ci=index == 0,
+            in_ci=norms is not None and heads == 32,
         )
 
 

@@ -1,18 +1,18 @@
-"""The cache write as Triton kernels: by itself, and with the rotation of queries and keys in the same pass.
+"""The cache write as Triton kernels: by itself, and with norms and rotation of queries and keys in the same pass.
 
 A token's key and value are Hkv * D elements each, and the write moves them once in and once out: 4 * Hkv * D * e bytes
 a token with elements of e bytes, 8 KiB for 8 heads of 128 in bfloat16, which an H200 does in 1.7 ns. The rotation
 besides reads and writes the queries, 2 * H * D * e bytes, and in each program of a token D * 4 bytes of cosines and
 sines. All go in vectors of 16 bytes where heads are multiples of 8 elements (halves of heads, for the rotation). Below
-a thousand tokens what counts is that it is one launch: rotating in plain JAX takes three more, and reads and writes
-queries and keys twice.
+a thousand tokens what counts is that it is one launch: rotating in plain JAX takes three more, norms of the heads as
+many again, and each of them reads and writes queries and keys once more.
 
 Block and offset of a slot are separate indices, whose products with the strides are made in 64 bits for a cache past
 2**32 bytes.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,10 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import triton_backend as triton
+from pallas_kernels.head_norms import HeadNorms
 from pallas_kernels.metadata import KVCache
 
-HEADS_PER_PROGRAM = 16  # of queries
+HEADS_PER_PROGRAM = 8  # of queries; 16 take registers that heads of 96 don't leave
 
 
 def write(
@@ -55,6 +56,7 @@ def rotate_and_write(
     sin: Float32[Array, "T half_D"],
     cache: KVCache,
     slot_mapping: Int32[Array, "T"],
+    norms: HeadNorms | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H D"], KVCache]:
     """Programs of a token: its query heads, some at a time, and its key and value."""
@@ -62,9 +64,11 @@ def rotate_and_write(
     # Where the three are slices of one product, as in a model, XLA takes the product itself for this.
     qkv = jnp.concatenate([q, k, v], axis=1)
     parts = -(-num_heads // HEADS_PER_PROGRAM)
+    weights = [] if norms is None else [norms.q, norms.k]
+    norm = None if norms is None else _Norm(norms.eps, norms.plus_one)
     rotated, *out = triton.call(
-        partial(_rope_and_write_kv_cache, num_heads=num_heads),
-        [slot_mapping, qkv, cos, sin, *cache],
+        partial(_rope_and_write_kv_cache, num_heads=num_heads, norm=norm),
+        [slot_mapping, qkv, cos, sin, *cache, *weights],
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *cache)],
         grid=(parts + 1, num_tokens),
         num_warps=_num_warps(k.shape[1], k.shape[2] // 2),
@@ -73,6 +77,13 @@ def rotate_and_write(
         interpret=interpret,
     )
     return rotated, KVCache(*out)
+
+
+class _Norm(NamedTuple):
+    """Of query and key heads, as `HeadNorms` without its arrays."""
+
+    eps: float
+    plus_one: bool
 
 
 def _num_warps(num_heads: int, size: int) -> int:
@@ -100,18 +111,20 @@ def _rope_and_write_kv_cache(
     sin_ref: Any,
     _k: Any,
     _v: Any,
-    q_out: Any,
-    k_cache: Any,
-    v_cache: Any,
-    *,
+    *refs: Any,
     num_heads: int,
+    norm: _Norm | None,
 ) -> None:
+    *weights, q_out, k_cache, v_cache = refs
     part, token = triton.program_id(0), triton.program_id(1)
     num_kv_heads, head_dim = k_cache.shape[2:]
     half = head_dim // 2
 
-    def rotated(first_head: Int32[Array, ""] | int, count: int, limit: int) -> tuple[Any, ...]:
-        """(head, dimension, which are there, first halves, second halves) of heads from first_head, below limit."""
+    def rotated(first_head: Int32[Array, ""] | int, count: int, limit: int, what: int) -> tuple[Any, ...]:
+        """(head, dimension, which are there, first halves, second halves) of heads from first_head, below limit.
+
+        They are normalised first by what'th weights, queries' or keys'.
+        """
         head, dim, there = _heads_of(count, half)
         head = head + first_head
         there = there & (head < limit)
@@ -119,6 +132,14 @@ def _rope_and_write_kv_cache(
             triton.load(qkv_ref.at[token, head, dim + shift], mask=there, other=0.0).astype(jnp.float32)
             for shift in (0, half)
         ]
+        if norm is not None:
+            square = sum(jnp.sum(x * x, axis=1, keepdims=True) for x in halves)
+            scale = jax.lax.rsqrt(square / head_dim + norm.eps)
+            for i, shift in enumerate((0, half)):
+                weight = triton.load(weights[what].at[dim + shift], mask=dim < half, other=0.0).astype(jnp.float32)
+                normed = halves[i] * scale * (1 + weight if norm.plus_one else weight)
+                # Rounded as the norm of plain JAX is.
+                halves[i] = normed.astype(qkv_ref.dtype).astype(jnp.float32)
         cos, sin = (triton.load(ref.at[token, dim], mask=dim < half, other=0.0) for ref in (cos_ref, sin_ref))
         first, second = halves
         return head, dim, there, first * cos - second * sin, second * cos + first * sin
@@ -126,7 +147,7 @@ def _rope_and_write_kv_cache(
     @triton.when(part * HEADS_PER_PROGRAM < num_heads)
     def _() -> None:
         count = min(HEADS_PER_PROGRAM, num_heads)
-        head, dim, there, first, second = rotated(part * HEADS_PER_PROGRAM, count, num_heads)
+        head, dim, there, first, second = rotated(part * HEADS_PER_PROGRAM, count, num_heads, 0)
         triton.store(q_out.at[token, head, dim], first.astype(q_out.dtype), mask=there)
         triton.store(q_out.at[token, head, dim + half], second.astype(q_out.dtype), mask=there)
 
@@ -136,7 +157,7 @@ def _rope_and_write_kv_cache(
 
         @triton.when(place[0] >= 0)
         def _() -> None:
-            head, dim, there, *halves = rotated(num_heads, num_kv_heads, num_heads + num_kv_heads)
+            head, dim, there, *halves = rotated(num_heads, num_kv_heads, num_heads + num_kv_heads, 1)
             # Rounded as the rotated keys of plain JAX are, before they become the cache's.
             first, second = (x.astype(qkv_ref.dtype).astype(k_cache.dtype) for x in halves)
             triton.store(k_cache.at[*place, head - num_heads, dim], first, mask=there)

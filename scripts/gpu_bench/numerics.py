@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels import (
     AttentionLayer,
     GroupSpec,
+    HeadNorms,
     KVCache,
     RopeTable,
     rope_and_write_kv_cache,
@@ -137,17 +138,23 @@ _attend = jax.jit(_attend_once, static_argnums=(0, 1))
 
 
 def slots_and_writes(tiny: bool) -> Iterator[dict[str, Any]]:
-    """A row per implementation of slot mapping, cache write, and rotation with it. All but the rotation must be exact;
-    that may be rounded to the dtype once.
+    """A row per implementation of slot mapping, cache write, and rotation with it, of heads as they are and of heads
+    that are normalised first. All but the rotation must be exact; that may be rounded to the dtype once, and twice
+    with norms.
     """
     heads = Heads(4, 2, 16, "float32") if tiny else Heads(32, 8, 128)
     tokens, rows, longest, size = (12, 4, 24, 4) if tiny else (512, 64, 2000, 16)
     requests = random_requests(np.random.default_rng(1), tokens - 2, rows, longest)
     batch = make_batch(requests, heads, size, padded_tokens=tokens, padded_rows=rows)
-    checks = {"slot_mapping": _slots, "write_kv_cache": _write, "rope_and_write_kv_cache": _rope_and_write}
-    for what, check in checks.items():
+    checks: tuple[tuple[str, str, Callable[[Batch, str], bool]], ...] = (
+        ("slot_mapping", "", _slots),
+        ("write_kv_cache", "", _write),
+        ("rope_and_write_kv_cache", "", _rope_and_write),
+        ("rope_and_write_kv_cache", ", norms", partial(_rope_and_write, normed=True)),
+    )
+    for what, more, check in checks:
         for kernel in kernel_tables()[what]:
-            row: dict[str, Any] = {"kernel": what, "implementation": kernel.name, "case": f"{tokens} tokens"}
+            row: dict[str, Any] = {"kernel": what, "implementation": kernel.name, "case": f"{tokens} tokens{more}"}
             reason = kernel.refuses()
             if reason is not None:
                 yield row | {"refused": reason}
@@ -172,25 +179,35 @@ def _write(batch: Batch, name: str) -> bool:
     return all(_written(new, _exact(x), np.asarray(slots), 0.0) for new, x in zip(written, (k, v), strict=True))
 
 
-def _rope_and_write(batch: Batch, name: str) -> bool:
+def _rope_and_write(batch: Batch, name: str, normed: bool = False) -> bool:
+    """Whether queries and keys are turned, written and, if `normed`, normalised before."""
     q, k, v, cache, slots = _inputs_of_write(batch)
-    angles = np.random.default_rng(3).uniform(-3, 3, (batch.padded_tokens, batch.heads.dim // 2))
+    rng = np.random.default_rng(3)
+    angles = rng.uniform(-3, 3, (batch.padded_tokens, batch.heads.dim // 2))
     table = RopeTable(*(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)))
-    turned, written = jax.jit(partial(rope_and_write_kv_cache, implementation=name))(q, k, v, table, cache, slots)
+    weights = [jnp.asarray(rng.normal(1, 0.2, batch.heads.dim), batch.heads.dtype) for _ in "qk"]
+    norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
+    write = jax.jit(partial(rope_and_write_kv_cache, implementation=name))
+    turned, written = write(q, k, v, table, cache, slots, norms=norms)
     turns = (np.asarray(table.cos, np.float64) + 1j * np.asarray(table.sin, np.float64))[:, None]
 
-    def rotated(x: jax.Array) -> np.ndarray:
-        first, second = np.split(_exact(x), 2, axis=-1)
+    def rotated(x: jax.Array, weight: jax.Array) -> np.ndarray:
+        exact = _exact(x)
+        if normed:
+            exact = exact / np.sqrt((exact**2).mean(axis=-1, keepdims=True) + 1e-6) * _exact(weight)
+        first, second = np.split(exact, 2, axis=-1)
         pairs = (first + 1j * second) * turns
         return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
-    # A sum of two products: rounded to the dtype, after float32's roundings of each.
-    roundoff = float(jnp.finfo(batch.heads.dtype).eps) + 1e-6
+    # A sum of two products: rounded to the dtype, after float32's roundings of each. A norm's rounding is turned into
+    # numbers that may be smaller than the pair that they come from, which is no longer than 8.
+    roundoff = (float(jnp.finfo(batch.heads.dtype).eps) + 1e-6) * (4 if normed else 1)
     real = slice(batch.num_tokens)
-    close = np.abs(_exact(turned)[real] - rotated(q)[real]) <= roundoff * (1 + np.abs(rotated(q)[real]))
+    expected = rotated(q, weights[0])[real]
+    close = np.abs(_exact(turned)[real] - expected) <= roundoff * (1 + np.abs(expected))
     return bool(
         close.all()
-        and _written(written.k, rotated(k), np.asarray(slots), roundoff)
+        and _written(written.k, rotated(k, weights[1]), np.asarray(slots), roundoff)
         and _written(written.v, _exact(v), np.asarray(slots), 0.0)
     )
 

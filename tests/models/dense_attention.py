@@ -6,16 +6,23 @@ import numpy as np
 from jax import Array
 
 from models import Decoder, merge, split
-from pallas_kernels import AttentionLayer, KVCache, apply_rope
+from pallas_kernels import AttentionLayer, KVCache, norm_and_rope
 
 
 def dense_attention(
-    q: Array, k: Array, v: Array, cache: KVCache, layer: AttentionLayer, sinks: Array | None = None, rope=None
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: KVCache,
+    layer: AttentionLayer,
+    sinks: Array | None = None,
+    rope=None,
+    norms=None,
 ):
     """What a model calls in place of a StepAttention. The tokens are all there is: the cache is left alone."""
     assert sinks is None
     if rope is not None:
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q, k = norm_and_rope(q, k, rope, norms)
     repeat = layer.num_heads // layer.num_kv_heads
     keys, values = jnp.repeat(k, repeat, axis=1), jnp.repeat(v, repeat, axis=1)
     scores = jnp.einsum("qhd,khd->hqk", q, keys, precision="highest") * layer.scale

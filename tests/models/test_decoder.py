@@ -148,9 +148,9 @@ def test_layers_use_the_attention_of_their_group(monkeypatch):
     called = []
 
     def group(index):
-        def attend(q, k, v, cache, layer, sinks=None, rope=None):
+        def attend(q, k, v, cache, layer, **rotation):
             called.append((index, layer.group))
-            return dense_attention(q, k, v, cache, layer, rope=rope)
+            return dense_attention(q, k, v, cache, layer, **rotation)
 
         return attend
 

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import AttentionLayer, CommonAttentionMetadata, GroupSpec, KVCache, StepAttention, paged_attention
+from pallas_kernels import (
+    AttentionLayer,
+    CommonAttentionMetadata,
+    GroupSpec,
+    HeadNorms,
+    KVCache,
+    StepAttention,
+    paged_attention,
+)
 from pallas_kernels.paged_attention import singles, tiled
 from pallas_kernels.paged_attention.reference import ReferenceAttention
 from tests.pallas_kernels.ragged import Shape, make_batch, requests_of
@@ -203,6 +211,9 @@ def test_step_attention_names_the_layer_that_is_refused():
     k = jnp.zeros((4, 2, 8))
     with pytest.raises(ValueError, match=r"^layer 'model.layers.7': a window \(3\) needs causal attention"):
         attention(batch.queries, k, k, batch.cache, layer)
+    norms = HeadNorms(jnp.ones(8), jnp.ones(8), 1e-6)
+    with pytest.raises(ValueError, match=r"^layer 'model.layers.7': norms .* before a rotation: give its table"):
+        attention(batch.queries, k, k, batch.cache, layer, norms=norms)
 
 
 def test_runs_inside_shard_map():

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.test_util import check_grads
 
-from pallas_kernels import KVCache, RopeTable, rope_and_write_kv_cache, slot_mapping, write_kv_cache
+from pallas_kernels import HeadNorms, KVCache, RopeTable, rope_and_write_kv_cache, slot_mapping, write_kv_cache
 from pallas_kernels import triton_slot_mapping as slot_kernel
 from pallas_kernels import triton_write as write_kernel
 from tests.pallas_kernels.implementations import QUICK
@@ -25,8 +26,13 @@ def write(k, v, cache, slots):
 
 
 @partial(jax.jit, compiler_options=QUICK)
-def rotate_and_write(q, k, v, table, cache, slots):
-    return write_kernel.rotate_and_write(q, k, v, *table, cache, slots, interpret=True)
+def rotate_and_write(q, k, v, table, cache, slots, norms=None):
+    return write_kernel.rotate_and_write(q, k, v, *table, cache, slots, norms, interpret=True)
+
+
+@partial(jax.jit, compiler_options=QUICK)
+def rotate_and_write_plainly(q, k, v, table, cache, slots, norms=None):
+    return rope_and_write_kv_cache(q, k, v, table, cache, slots, norms=norms, implementation="reference")
 
 
 map_slots = jax.jit(
@@ -67,8 +73,23 @@ def test_the_write_equals_the_reference(heads, data):
     same(write(k, v, cache, slots), write_kv_cache(k, v, cache, slots, implementation="reference"))
 
 
+def head_norms(head_dim, dtype, plus_one, eps=1e-3):
+    """Of weights about 1, or about 0 where 1 is added; q's and k's differ."""
+    weights = np.random.default_rng(7).normal(0 if plus_one else 1, 0.3, (2, head_dim))
+    return HeadNorms(*(jnp.asarray(w, dtype) for w in weights), eps, plus_one)
+
+
+def in_numpy(*arrays):
+    return [np.asarray(x).astype(np.float64) for x in arrays]
+
+
+def normed_in_numpy(x, weight, norms):
+    root = np.sqrt((x**2).mean(axis=-1, keepdims=True) + norms.eps)
+    return x / root * (weight + norms.plus_one)
+
+
 def rotated_in_numpy(x, table):
-    x, cos, sin = (np.asarray(each, np.float64) for each in (x.astype(jnp.float32), table.cos, table.sin))
+    x, cos, sin = in_numpy(x, *table)
     pairs = x[..., : x.shape[2] // 2] + 1j * x[..., x.shape[2] // 2 :]
     turned = pairs * (cos + 1j * sin)[:, None, :]
     return np.concatenate([turned.real, turned.imag], axis=-1)
@@ -91,6 +112,55 @@ def test_rotation_and_write_in_one_pass(heads, data):
         np.asarray(written.k.astype(jnp.float32)), np.asarray(expected.k.astype(jnp.float32)), **roundoff
     )
     same(written.v, expected.v)
+
+
+def assert_rotated(found, before, table, dtype):
+    """Two roundings to the dtype explain the difference, of the normalised pair and of the turned one: each is by half
+    an eps of the pair's length at most. With them go some of float32.
+    """
+    length = np.tile(np.hypot(*np.split(before, 2, axis=-1)), 2)
+    error = np.abs(found - rotated_in_numpy(before, table))
+    assert (error <= (float(jnp.finfo(dtype).eps) + 1e-5) * length + 1e-5).all(), np.nanmax(error / length)
+
+
+@pytest.mark.parametrize("write", [rotate_and_write, rotate_and_write_plainly], ids=["triton", "reference"])
+@pytest.mark.parametrize(
+    "heads, dtype, plus_one",
+    [(HEADS[0], "bfloat16", False), (HEADS[1], "float16", True), (HEADS[2], "float32", False)],
+)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_heads_are_normalised_before_their_rotation(write, heads, dtype, plus_one, data):
+    """Also beside tokens without a slot that hold nothing but NaN."""
+    q, k, v, table, cache = arrays(heads, dtype, seed=data.draw(st.integers(0, 9)))
+    slots = some_slots(data)
+    written = np.asarray((slots >= 0) & (slots < BLOCKS * SIZE))
+    q, k, v = (jnp.asarray(np.where(written[:, None, None], x, np.nan), dtype) for x in in_numpy(q, k, v))
+    norms = head_norms(heads[2], dtype, plus_one)
+    out, new = write(q, k, v, table, cache, slots, norms)
+    assert out.dtype == q.dtype and new.k.dtype == k.dtype
+    same(new.v, write_kv_cache(k, v, cache, slots, implementation="reference").v)
+    slots, real = np.asarray(slots), RopeTable(*(np.asarray(x)[written] for x in table))
+    out, q, k, q_weight, k_weight, before, after = in_numpy(out, q, k, norms.q, norms.k, cache.k, new.k)
+    assert_rotated(out[written], normed_in_numpy(q[written], q_weight, norms), real, dtype)
+    before, after = (x.reshape(BLOCKS * SIZE, *k.shape[1:]) for x in (before, after))
+    assert_rotated(after[slots[written]], normed_in_numpy(k[written], k_weight, norms), real, dtype)
+    kept = np.setdiff1d(np.arange(BLOCKS * SIZE), slots)
+    np.testing.assert_array_equal(after[kept], before[kept])
+
+
+def test_norms_have_a_gradient_on_the_reference():
+    """Of queries, keys and the norms' weights, against differences."""
+    q, k, v, table, cache = arrays((2, 1, 8), "float32")
+    slots = jnp.asarray([3, -1, 0, 7, -1, 12], jnp.int32)
+
+    def loss(q, k, q_weight, k_weight):
+        norms = HeadNorms(q_weight, k_weight, 1e-3)
+        out, written = rotate_and_write_plainly(q, k, v, table, cache, slots, norms)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(written.k))
+
+    norms = head_norms(8, "float32", False)
+    check_grads(loss, (q, k, norms.q, norms.k), order=1, modes="rev", rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("cache_dtype", ["float16", "float32"])
@@ -149,5 +219,8 @@ def test_wrong_arguments_are_named():
         rope_and_write_kv_cache(q.astype(jnp.float32), k, v, table, cache, slots)
     with pytest.raises(ValueError, match=r"cosines and sines of shape \(6, 12\), not \(6, 11\)"):
         rope_and_write_kv_cache(q, k, v, RopeTable(table.cos[:, 1:], table.sin), cache, slots)
+    with pytest.raises(ValueError, match=r"norms must have weights of shape \(24,\), not \(24,\), \(23,\)"):
+        norms = HeadNorms(jnp.ones(24), jnp.ones(23), 1e-6)
+        rope_and_write_kv_cache(q, k, v, table, cache, slots, norms=norms)
     with pytest.raises(ValueError, match=r"k and v must have shape \(6, 3, 24\)"):
         rope_and_write_kv_cache(q, k[:, :1], v, table, cache, slots)
