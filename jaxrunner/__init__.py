@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxrunner.llm_config import LLMConfig
     from jaxrunner.loading import LoadedModel, load_model
     from jaxrunner.logits_processors import LogitsProcessor
-    from jaxrunner.logprobs import Logprob
+    from jaxrunner.logprobs import FlatLogprobs, Logprob
     from jaxrunner.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceDelta
     from jaxrunner.pooling import PoolingParams
     from jaxrunner.protocol import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -47,6 +47,7 @@ _HOME = {
     "CompletionOutput": "outputs",
     "RequestMetrics": "outputs",
     "SequenceDelta": "outputs",
+    "FlatLogprobs": "logprobs",
     "Logprob": "logprobs",
     "LogitsProcessor": "logits_processors",
     "PoolingParams": "pooling",
@@ -83,6 +84,7 @@ __all__ = [
     "Engine",
     "EngineDeadError",
     "EngineStats",
+    "FlatLogprobs",
     "InputBatch",
     "LLMConfig",
     "LoadedModel",

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxrunner.logprobs import LogprobsLists, PositionLogprobs, SequenceLogprobs, position_logprobs
+from jaxrunner.logprobs import FlatLogprobs, SequenceLogprobs, prompt_logprobs
+from jaxrunner.logprobs_lists import LogprobsLists
 from jaxrunner.outputs import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SequenceDelta
 from jaxrunner.request import Request
 from jaxrunner.ruled_out import Forbidden
@@ -26,8 +27,12 @@ class ActiveSequence:
     output: CompletionOutput
     forbidden: Forbidden | None
 
-    def take(self, update: RequestUpdate, logprobs: LogprobsLists | None = None) -> SequenceDelta:
-        """Takes in what a step brought; the delta says whether that ended the sequence."""
+    def take(self, update: RequestUpdate, logprobs: LogprobsLists | None = None, row: int = 0) -> SequenceDelta:
+        """Takes in what a step brought; the delta says whether that ended the sequence.
+
+        Args:
+            row: of ``logprobs`` that is this sequence's.
+        """
         text, output = self.text, self.output
         tokens, reason = update.new_token_ids, update.finish_reason
         stop_reason: int | str | None = update.stop_reason
@@ -39,8 +44,8 @@ class ActiveSequence:
         output.token_ids.extend(tokens)
         output.text = text.text
         new = None
-        if logprobs is not None:
-            new = self.logprobs.append(logprobs.rows(0, taken))
+        if logprobs is not None and taken:
+            new = self.logprobs.append(logprobs, row)
             output.cumulative_logprob = self.logprobs.cumulative
         return self._delta(tokens, reason, stop_reason, new)
 
@@ -48,7 +53,7 @@ class ActiveSequence:
         """The log probabilities of the prompt's tokens, all at once; of the first there are none."""
         top = self.request.sampling_params.prompt_logprobs
         if top is not None:
-            self.parent.output.prompt_logprobs = [None, *position_logprobs(lists, top, self.logprobs.text)]
+            self.parent.output.prompt_logprobs = prompt_logprobs(lists, top, self.logprobs.text)
 
     def end(self, reason: str) -> SequenceDelta:
         """Ended from outside: what was held back of its text may be shown."""
@@ -59,7 +64,7 @@ class ActiveSequence:
         tokens: list[int],
         reason: str | None,
         stop_reason: int | str | None,
-        logprobs: list[PositionLogprobs] | None = None,
+        logprobs: FlatLogprobs | None = None,
     ) -> SequenceDelta:
         output = self.output
         if reason is not None:
@@ -70,7 +75,8 @@ class ActiveSequence:
     def so_far(self) -> CompletionOutput:
         """All tokens, and as much of the text as nothing later takes back."""
         output = self.output
-        logprobs = None if output.logprobs is None else list(output.logprobs)
+        positions = self.logprobs.positions
+        logprobs = None if positions is None else positions.part(0)
         return CompletionOutput(
             output.index,
             self.text.shown,

@@ -129,7 +129,9 @@ def merged(outputs: list[RequestOutput], kind: RequestOutputKind) -> RequestOutp
 
 
 def _joined(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
-    logprobs = None if second.logprobs is None else [*(first.logprobs or ()), *second.logprobs]
+    logprobs = second.logprobs
+    if logprobs is not None and first.logprobs:
+        logprobs = first.logprobs + logprobs  # type: ignore[operator]  # both are FlatLogprobs
     return replace(
         second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids, logprobs=logprobs
     )

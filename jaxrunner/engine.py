@@ -171,7 +171,7 @@ class Engine:
                 leader = leader or request
                 text = SequenceText(self.tokenizer, params)
                 self.scheduler.add_request(request)
-                logprobs = SequenceLogprobs(params.logprobs, self._token_texts)
+                logprobs = SequenceLogprobs(params, self._token_texts)
                 self._sequences[sequence_id] = active.add(request, text, logprobs)
                 self._grammar_states.add(request)
         except BaseException:
@@ -269,9 +269,7 @@ class Engine:
             metrics = active.output.metrics
             if metrics is not None and metrics.first_token_time is None:
                 metrics.first_token_time = now
-            row, rows = runner_output.req_id_to_index[update.req_id], None
-            if logprobs is not None and sequence.logprobs.top is not None:
-                rows = logprobs.rows(row, row + 1)
+            row = runner_output.req_id_to_index[update.req_id]
             if runner_output.pooler_output is not None:
                 active.output.embedding = runner_output.pooler_output[row]
             failure = self._grammar_states.accept(update.req_id, update.new_token_ids)
@@ -279,7 +277,7 @@ class Engine:
                 failure = sequence.forbidden.found_in(sequence.request.output_token_ids)
             if failure is not None:
                 active.output.error = failure
-            delta = sequence.take(update, rows) if failure is None else sequence.end("error")
+            delta = sequence.take(update, logprobs, row) if failure is None else sequence.end("error")
             result.deltas.append(delta)
             if delta.finish_reason is not None:
                 self._close(sequence, delta.finish_reason)

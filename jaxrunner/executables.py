@@ -112,7 +112,7 @@ class StepExecutables:
         return self._get(name, forward, arguments, (1, 2))
 
     def head(self, num_rows: int, *, return_logits: bool = False) -> Callable[..., Any]:
-        """(params, state, hidden, head_inputs) -> (sampled, state[, logits], logprobs); state donated."""
+        """(params, state, hidden, head_inputs) -> (sampled, state[, logits], (logprobs, given)); state donated."""
         name = f"head[{num_rows}{', logits' if return_logits else ''}]"
         found = self._heads.get(name)
         if found is not None:

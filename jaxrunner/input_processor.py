@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrunner.grammars import Grammars
 from jaxrunner.logits_processors import LogitsProcessor, entered_columns
-from jaxrunner.logprobs import check_logprobs
+from jaxrunner.logprobs_lists import check_logprobs
 from jaxrunner.outputs import Prompt
 from jaxrunner.refusals import refuse_sampling_params
 from jaxrunner.request_limits import RequestLimits

@@ -1,18 +1,16 @@
-"""Log probabilities on the host: out of the device's words, and into what a user gets. Names are vLLM's."""
+"""Log probabilities as a user gets them. They stay the words that came from the device until somebody reads them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from jaxrunner.logprobs_lists import FIRST_WORDS, LogprobsLists
 from jaxrunner.sampling_params import SamplingParams
-
-ALL = -1  # every token of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +20,8 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of its probability, by the logits as the model gave them: before bias, penalties,
             temperature and filters (vLLM's "raw_logprobs").
-        rank: how many tokens are at least as likely, itself among them: 1 is the most likely.
+        rank: how many tokens are at least as likely, itself among them: 1 is the most likely. None for a token out of
+            ``logprob_token_ids`` that was not chosen.
         decoded_token: its text on its own; None without a tokenizer. U+FFFD for part of a character: tokens are told
             apart by their ids.
     """
@@ -33,58 +32,130 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""By token id: first the token that was chosen (or stands in the prompt), then the most likely ones."""
+"""By token id: first the token that was chosen (or stands in the prompt), then the others that were wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobsLists:
-    """Of n tokens, on the host.
+class FlatLogprobs(Sequence[Any]):
+    """A dictionary for each token (``PositionLogprobs``; None for a prompt's first), made when it is read.
 
-    Attributes:
-        logprob_token_ids: in each row the chosen token, then the most likely ones, the likeliest first.
-        logprobs: of those.
-        sampled_token_ranks: of the chosen token.
-    """
-
-    logprob_token_ids: Int32[np.ndarray, "n 1+top"]
-    logprobs: Float32[np.ndarray, "n 1+top"]
-    sampled_token_ranks: Int32[np.ndarray, "n"]
-
-    def rows(self, start: int, stop: int) -> LogprobsLists:
-        return LogprobsLists(
-            self.logprob_token_ids[start:stop], self.logprobs[start:stop], self.sampled_token_ranks[start:stop]
-        )
-
-
-def check_logprobs(params: SamplingParams, max_logprobs: int, vocab_size: int) -> None:
-    """Raises ValueError if more are wanted than a step gives.
+    It reads like vLLM's list of dictionaries, and has the arrays of vLLM's class of the same name; a token that is
+    among the most likely ones stands twice in them. Equal to any sequence of equal entries.
 
     Args:
-        max_logprobs: the runner's limit; ALL: the vocabulary.
+        rows: of each token the words that ``LogprobsLists.row`` gives, or None. May grow at its end.
+        text: of a token.
+        ranked: behind the chosen token come the most likely ones, in order.
+        start, stop: which of the rows it shows; stop=None: all that come.
     """
-    limit = vocab_size if max_logprobs == ALL else max_logprobs
-    for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(params, name)
-        if wanted is not None and (vocab_size if wanted == ALL else wanted) > limit:
-            raise ValueError(
-                f"{name} is {wanted}, the limit is {limit}: ask for fewer, or raise max_logprobs (to -1 for the whole"
-                f" vocabulary of {vocab_size})"
-            )
 
+    __slots__ = ("_ranked", "_rows", "_start", "_stop", "_text")
 
-def unpack_logprobs(words: Int32[np.ndarray, "n words"], tokens: Int32[np.ndarray, "n"]) -> LogprobsLists:
-    """What ``jaxrunner.step.logprobs.packed_logprobs`` packed.
+    def __init__(
+        self,
+        rows: list[bytes | None],
+        text: Callable[[int], str | None],
+        ranked: bool = True,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> None:
+        self._rows, self._text, self._ranked, self._start, self._stop = rows, text, ranked, start, stop
 
-    Args:
-        tokens: the chosen ones.
-    """
-    top = (words.shape[1] - 2) // 2
-    ids, values = words[:, :top], np.ascontiguousarray(words[:, top : 2 * top + 1]).view(np.float32)
-    return LogprobsLists(
-        np.concatenate([tokens[:, None], ids], axis=1),
-        np.concatenate([values[:, -1:], values[:, :-1]], axis=1),
-        words[:, -1],
-    )
+    def part(self, start: int) -> FlatLogprobs:
+        """From ``start`` to what is there now; shares the rows."""
+        return FlatLogprobs(self._rows, self._text, self._ranked, self._start + start, self._start + len(self))
+
+    @property
+    def start_indices(self) -> Int32[np.ndarray, "n"]:
+        """Where each token's entries begin in the arrays below."""
+        return self.end_indices - self._counts()
+
+    @property
+    def end_indices(self) -> Int32[np.ndarray, "n"]:
+        """Where they end."""
+        return np.cumsum(self._counts(), dtype=np.int32)
+
+    @property
+    def token_ids(self) -> Int32[np.ndarray, "entries"]:
+        return self._entries(slice(0, 1), slice(FIRST_WORDS, None, 2))
+
+    @property
+    def logprobs(self) -> Float32[np.ndarray, "entries"]:
+        return self._entries(slice(1, 2), slice(FIRST_WORDS + 1, None, 2)).view(np.float32)
+
+    @property
+    def ranks(self) -> list[int | None]:
+        ranks: list[int | None] = []
+        for row in self._shown():
+            if row is not None:
+                others = (len(row) // 4 - FIRST_WORDS) // 2
+                ranks.append(int.from_bytes(row[8:12], "little"))
+                ranks += range(1, others + 1) if self._ranked else [None] * others
+        return ranks
+
+    @property
+    def decoded_tokens(self) -> list[str | None]:
+        return [self._text(token) for token in self.token_ids.tolist()]
+
+    def __len__(self) -> int:
+        return (len(self._rows) if self._stop is None else self._stop) - self._start
+
+    @overload
+    def __getitem__(self, index: int) -> PositionLogprobs | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+
+    def __getitem__(self, index: int | slice) -> PositionLogprobs | FlatLogprobs | None:
+        if isinstance(index, slice):
+            return FlatLogprobs(self._shown()[index], self._text, self._ranked)
+        place = range(len(self))[index]  # IndexError, and places from the end, as of a list
+        return self._position(self._rows[self._start + place])
+
+    def __iter__(self) -> Iterator[PositionLogprobs | None]:
+        return map(self._position, self._shown())
+
+    def __add__(self, other: Sequence[Any]) -> Sequence[Any]:
+        if isinstance(other, FlatLogprobs) and other._ranked == self._ranked:
+            return FlatLogprobs(self._shown() + other._shown(), self._text, self._ranked)
+        return [*self, *other]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str | bytes):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy takes the texts along, not the tokenizer
+        texts = {token: self._text(token) for token in np.unique(self.token_ids).tolist()}
+        return FlatLogprobs, (self._shown(), texts.get, self._ranked)
+
+    def _shown(self) -> list[bytes | None]:
+        return self._rows[self._start : self._stop]
+
+    def _position(self, row: bytes | None) -> PositionLogprobs | None:
+        if row is None:
+            return None
+        words, text = np.frombuffer(row, np.int32), self._text
+        values = words.view(np.float32)
+        chosen, rank = int(words[0]), int(words[2])
+        found = {chosen: Logprob(float(values[1]), rank, text(chosen))}
+        others = zip(words[FIRST_WORDS::2].tolist(), values[FIRST_WORDS + 1 :: 2].tolist(), strict=True)
+        for place, (token, value) in enumerate(others, 1):
+            if token != chosen:
+                found[token] = Logprob(value, place if self._ranked else None, text(token))
+        return found
+
+    def _counts(self) -> Int32[np.ndarray, "n"]:
+        return np.array([0 if r is None else (len(r) // 4 - FIRST_WORDS) // 2 + 1 for r in self._shown()], np.int32)
+
+    def _entries(self, first: slice, others: slice) -> Int32[np.ndarray, "entries"]:
+        rows = (np.frombuffer(row, np.int32) for row in self._shown() if row is not None)
+        parts = [part for words in rows for part in (words[first], words[others])]
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
 class _Tokenizer(Protocol):
@@ -106,53 +177,36 @@ class TokenTexts:
         return self._known[token_id]
 
 
-def position_logprobs(lists: LogprobsLists, top: int, text: Callable[[int], str | None]) -> list[PositionLogprobs]:
-    """A dictionary for each token.
-
-    Args:
-        top: how many of the most likely ones are wanted; ALL: all there are.
-        text: of a token.
-    """
-    width = lists.logprobs.shape[1] if top == ALL else top + 1
-    rows: Iterable[tuple[list[int], list[float], int]] = zip(
-        lists.logprob_token_ids[:, :width].tolist(),
-        lists.logprobs[:, :width].tolist(),
-        lists.sampled_token_ranks.tolist(),
-        strict=True,
-    )
-    out = []
-    for ids, values, rank in rows:
-        found = {ids[0]: Logprob(values[0], rank, text(ids[0]))}
-        for place in range(1, len(ids)):
-            if ids[place] != ids[0]:
-                found[ids[place]] = Logprob(values[place], place, text(ids[place]))
-        out.append(found)
-    return out
+def prompt_logprobs(lists: LogprobsLists, top: int, text: Callable[[int], str | None]) -> FlatLogprobs:
+    """Those of a whole prompt: None for its first token, then a dictionary for each of ``lists``."""
+    return FlatLogprobs([None, *(lists.row(row, top) for row in range(len(lists.words)))], text)
 
 
-@dataclass(slots=True)
 class SequenceLogprobs:
     """Those of one sequence while it grows.
 
     Attributes:
-        top: how many of the most likely tokens are wanted; None: nothing is.
         positions: a dictionary for each token; None if nothing is wanted.
         cumulative: sum over the chosen tokens; None likewise.
     """
 
-    top: int | None
-    text: Callable[[int], str | None]
-    positions: list[PositionLogprobs] | None = field(init=False)
-    cumulative: float | None = field(init=False)
+    __slots__ = ("_named", "_rows", "_top", "cumulative", "positions", "text")
 
-    def __post_init__(self) -> None:
-        self.positions, self.cumulative = (None, None) if self.top is None else ([], 0.0)
+    def __init__(self, params: SamplingParams, text: Callable[[int], str | None]) -> None:
+        self.text = text
+        self._top = params.logprobs or 0
+        self._named = 0 if params.logprob_token_ids is None else len(params.logprob_token_ids)
+        self._rows: list[bytes | None] = []
+        self.positions: FlatLogprobs | None = None
+        self.cumulative: float | None = None
+        if params.wants_logprobs:
+            self.positions, self.cumulative = FlatLogprobs(self._rows, text, ranked=not self._named), 0.0
 
-    def append(self, lists: LogprobsLists | None) -> list[PositionLogprobs] | None:
-        """Takes in the tokens of a step, and returns their dictionaries."""
-        if self.top is None or lists is None or self.positions is None or self.cumulative is None:
+    def append(self, lists: LogprobsLists, row: int) -> FlatLogprobs | None:
+        """Takes in a row of a step, and returns what is new; None if nothing is wanted."""
+        if self.positions is None or self.cumulative is None:
             return None
-        new = position_logprobs(lists, self.top, self.text)
-        self.positions += new
-        self.cumulative += math.fsum(lists.logprobs[:, 0].tolist())
-        return new
+        rows = self._rows
+        rows.append(lists.given_row(row, self._named) if self._named else lists.row(row, self._top))
+        self.cumulative += lists.chosen[row]
+        return FlatLogprobs(rows, self.text, not self._named, len(rows) - 1, len(rows))

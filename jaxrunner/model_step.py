@@ -10,7 +10,7 @@ import jax
 
 from jaxrunner.config import RunnerConfig
 from jaxrunner.logits_processors import LogitsProcessor
-from jaxrunner.logprobs import ALL
+from jaxrunner.logprobs_lists import ALL
 from jaxrunner.shapes import StepShapes, Support, supported_policy
 from jaxrunner.step import CacheGroup, StepFunctions
 from models import Decoder, split

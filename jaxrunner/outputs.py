@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,7 +38,8 @@ class CompletionOutput:
         index: which of the request's ``n`` sequences it is.
         text: the generated text; "" with ``detokenize=False``.
         token_ids: every generated token, the stopping one included.
-        logprobs: with ``SamplingParams.logprobs`` a dictionary for each token, by token id; else None.
+        logprobs: with ``SamplingParams.logprobs`` or ``logprob_token_ids`` a dictionary for each token, by token id,
+            made when it is read (``FlatLogprobs``); else None.
         cumulative_logprob: sum of the log probabilities of the tokens; None likewise.
         finish_reason: "stop" (an end-of-sequence token, a stop token or a stop string), "length" (``max_tokens`` or
             the model's length), "abort", "error" (see ``RequestOutput.error``); None while it runs.
@@ -49,7 +51,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Sequence[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -79,7 +81,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     error: str | None = None
@@ -126,7 +128,7 @@ class SequenceDelta:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Sequence[PositionLogprobs] | None = None
 
 
 @dataclass(slots=True)

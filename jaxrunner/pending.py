@@ -50,6 +50,7 @@ class DeviceOutputs:
     Attributes:
         sampled: a token a row.
         logits, logprobs: of the rows.
+        given_logprobs: of the rows, for the tokens that their requests named.
         prompt_logprobs: chunk by chunk.
         pooled: rows, and their hidden states' sums and last ones.
     """
@@ -57,6 +58,7 @@ class DeviceOutputs:
     sampled: jax.Array
     logits: jax.Array | None = None
     logprobs: jax.Array | None = None
+    given_logprobs: jax.Array | None = None
     prompt_logprobs: list[tuple[PromptRows, jax.Array]] = field(default_factory=list)
     pooled: tuple[PooledRows, jax.Array] | None = None
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxrunner.batch import InputBatch, StepInputs
-from jaxrunner.logprobs import LogprobsLists, unpack_logprobs
+from jaxrunner.logprobs_lists import LogprobsLists
 from jaxrunner.protocol import SchedulerOutput
 
 
@@ -108,7 +108,6 @@ class PromptLogprobs:
                     stored = self._waiting[req_id] = np.zeros((num_prompt - 1, words.shape[1]), np.int32)
                 stored[position : position + end - begin] = words[begin:end]
                 if position + end - begin == num_prompt - 1:
-                    tokens = batch.token_ids_of(req_id)[1:num_prompt].copy()
-                    complete[req_id] = unpack_logprobs(stored, tokens)
+                    complete[req_id] = LogprobsLists(stored)
                     del self._waiting[req_id]
         return complete

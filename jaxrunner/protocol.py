@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int32
 
 if TYPE_CHECKING:
-    from jaxrunner.logprobs import LogprobsLists
+    from jaxrunner.logprobs_lists import LogprobsLists
     from jaxrunner.pooling import PoolingParams
     from jaxrunner.sampling_params import SamplingParams
 

@@ -19,6 +19,7 @@ from jaxrunner.sampling_params import SamplingParams
 MAX_LOGIT_BIAS = 1024  # entries of one request's logit_bias
 MAX_BAD_WORDS = 128  # sequences of token ids; a word is one or two, without and with a space in front
 MAX_BAD_WORD_TOKENS = 16  # of one sequence
+MAX_LOGPROB_TOKEN_IDS = 128  # of one request; vLLM's bound
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class TableSizes:
             "bias_ids": (MAX_LOGIT_BIAS,),
             "bias_values": (MAX_LOGIT_BIAS,),
             "bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
+            "logprob_ids": (MAX_LOGPROB_TOKEN_IDS,),
         }
 
     @cached_property
@@ -110,6 +112,8 @@ def pack(
     views["bad_words"][:] = -1
     for i, word in enumerate(params.bad_words_token_ids or ()):
         views["bad_words"][i, -len(word) :] = word
+    named = params.logprob_token_ids or ()
+    views["logprob_ids"][: len(named)] = named
     return words
 
 

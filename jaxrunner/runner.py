@@ -30,7 +30,7 @@ from jaxrunner.grammar_masks import GrammarMasks
 from jaxrunner.invariants import check_invariants
 from jaxrunner.kv_cache.allocate import KVCachePlan, abstract_caches, allocate_caches, plan_caches
 from jaxrunner.logits_processors import CustomStates, LogitsProcessor, init_custom
-from jaxrunner.logprobs import check_logprobs
+from jaxrunner.logprobs_lists import check_logprobs
 from jaxrunner.model_step import model_step
 from jaxrunner.pending import DeviceOutputs, Pending, SegmentTimes
 from jaxrunner.pooling import Pooling
@@ -38,7 +38,7 @@ from jaxrunner.prompt_logprobs import PromptLogprobs
 from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.refusals import refuse_unserved
 from jaxrunner.request_tables import TableSizes
-from jaxrunner.sampling_columns import LOGPROBS
+from jaxrunner.sampling_columns import LOGPROB_IDS, LOGPROBS
 from jaxrunner.shape_record import ShapeRecorder
 from jaxrunner.step import DeviceState, init_state
 from jaxrunner.step_output import runner_output
@@ -282,7 +282,9 @@ class ModelRunner:
         self._buffers.read_by(sampled)
         outputs = DeviceOutputs(sampled, logits[0] if logits else None)
         if self.batch.flags & LOGPROBS:
-            outputs.logprobs = logprobs
+            outputs.logprobs = logprobs[0]
+        if self.batch.flags & LOGPROB_IDS:
+            outputs.given_logprobs = logprobs[1]
         for chunk in self._prompt_logprobs.rows_of(self.batch, inputs):
             rows = run.hidden_rows(shape.num_tokens)(all_hidden, chunk.rows)
             outputs.prompt_logprobs.append((chunk, run.prompt_logprobs()(self.params, rows, chunk.targets)))

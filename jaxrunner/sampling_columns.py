@@ -26,10 +26,11 @@ BIAS = 16  # some row has a logit_bias
 BAD_WORDS = 32  # some row has bad words
 MASKED = 64  # some row may sample certain tokens only: allowed_token_ids, structured output
 LOGPROBS = 128  # some row wants log probabilities
-FIRST_CUSTOM = 256  # some row uses the first logits processor; the next bits are the next ones'
+LOGPROB_IDS = 256  # some row wants those of tokens that it names
+FIRST_CUSTOM = 512  # some row uses the first logits processor; the next bits are the next ones'
 
 NEEDS_HISTORY = PENALTIES | BAD_WORDS
-NEEDS_TABLES = NEEDS_HISTORY | BIAS | MASKED
+NEEDS_TABLES = NEEDS_HISTORY | BIAS | MASKED | LOGPROB_IDS
 
 _INT32_MAX = 2**31 - 1
 # A smaller top_p says the same, the likeliest token alone, but its product with a sum could vanish in float32.
@@ -137,7 +138,8 @@ def sampling_flags(params: SamplingParams) -> int:
         BIAS: bool(params.logit_bias),
         BAD_WORDS: bool(params.bad_words_token_ids),
         MASKED: params.is_masked,
-        LOGPROBS: params.logprobs is not None,
+        LOGPROBS: params.wants_logprobs,
+        LOGPROB_IDS: params.logprob_token_ids is not None,
     }
     return sum(flag for flag, used in features.items() if used)
 

@@ -170,6 +170,9 @@ class SamplingParams:
             if () in words:
                 raise ValueError("bad_words_token_ids holds a word without tokens: leave it out")
             put("bad_words_token_ids", tuple(dict.fromkeys(words)))
+        if self.logprob_token_ids is not None:
+            named = _token_ids("logprob_token_ids", self.logprob_token_ids, unique=False)
+            put("logprob_token_ids", named or None)
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
@@ -201,6 +204,11 @@ class SamplingParams:
     def is_masked(self) -> bool:
         """Whether only certain tokens may be sampled."""
         return self.allowed_token_ids is not None or self.structured_outputs is not None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log probabilities of the output are wanted."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:

@@ -7,7 +7,7 @@ from jaxtyping import Int32
 
 from jaxrunner.batch import InputBatch, StepInputs
 from jaxrunner.batch.record_sampled import SampledTokens
-from jaxrunner.logprobs import unpack_logprobs
+from jaxrunner.logprobs_lists import LogprobsLists
 from jaxrunner.pending import DeviceOutputs
 from jaxrunner.pooling import Pooling
 from jaxrunner.prompt_logprobs import PromptLogprobs
@@ -39,7 +39,8 @@ def runner_output(
         token_offsets=committed.offsets,
     )
     if outputs.logprobs is not None:
-        result.logprobs = unpack_logprobs(np.asarray(outputs.logprobs)[: inputs.num_reqs], sampled)
+        given = None if outputs.given_logprobs is None else np.asarray(outputs.given_logprobs)[: inputs.num_reqs]
+        result.logprobs = LogprobsLists(np.asarray(outputs.logprobs)[: inputs.num_reqs], given)
     if outputs.logits is not None:
         result.logits = np.asarray(outputs.logits)[: inputs.num_logits]
     if outputs.prompt_logprobs:

@@ -144,7 +144,7 @@ def sampler(args: argparse.Namespace, branches: bool, *arguments: Any) -> Any:
         logprobs = jax.lax.cond(
             (flags & LOGPROBS) != 0,
             lambda: packed_logprobs(raw, token, args.logprobs),
-            lambda: jnp.zeros((args.rows, 2 * args.logprobs + 2), jnp.int32),
+            lambda: jnp.zeros((args.rows, 2 * args.logprobs + 3), jnp.int32),
         )
         return token, logprobs
 

@@ -11,7 +11,7 @@ from jaxrunner.step.custom import enter_custom
 from jaxrunner.step.edit_blocks import edit_blocks
 from jaxrunner.step.functions import CacheGroup, HeadInputs, StepFunctions
 from jaxrunner.step.inputs import StepArrays, unpack
-from jaxrunner.step.logprobs import packed_logprobs
+from jaxrunner.step.logprobs import given_logprobs, packed_logprobs
 from jaxrunner.step.noise import gumbel_noise, murmur3
 from jaxrunner.step.pooling import pool_rows
 from jaxrunner.step.sampling import SamplingState, sample
@@ -30,6 +30,7 @@ __all__ = [
     "enter_custom",
     "enter_requests",
     "enter_tables",
+    "given_logprobs",
     "gumbel_noise",
     "init_state",
     "murmur3",

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxrunner.sampling_columns import LOGPROBS, NEEDS_HISTORY
+from jaxrunner.request_tables import MAX_LOGPROB_TOKEN_IDS
+from jaxrunner.sampling_columns import LOGPROB_IDS, LOGPROBS, NEEDS_HISTORY
 from jaxrunner.step.custom import Processor, apply_custom, update_custom
 from jaxrunner.step.inputs import StepArrays
-from jaxrunner.step.logprobs import packed_logprobs
+from jaxrunner.step.logprobs import given_logprobs, packed_logprobs
 from jaxrunner.step.sampling import sample
 from jaxrunner.step.state import DeviceState
 from jaxrunner.step.stream import TokenStream, token_stream
@@ -120,8 +121,8 @@ class StepFunctions:
 
         Returns:
             Tokens, int32 [S], -1 where the sample must not count; the state, which remembers each request's last
-            sample; and if asked for the logits, float32 [S, V], and ``packed_logprobs``, zeros without the flag
-            LOGPROBS.
+            sample; and if asked for the logits, float32 [S, V], and ``packed_logprobs`` with ``given_logprobs`` of the
+            tokens that requests named, zeros without the flags LOGPROBS and LOGPROB_IDS.
         """
         s = num_rows if num_rows is not None else hidden.shape[0]
         rows = HeadInputs(
@@ -156,11 +157,30 @@ class StepFunctions:
                 jax.lax.cond(
                     (rows.flags & LOGPROBS) != 0,
                     # The logits once more: kept until here, they would be copied in every step before they are changed.
-                    lambda: self.prompt_logprobs(params, hidden[:s], token),
-                    lambda: jnp.zeros((s, 2 * self.num_logprobs + 2), jnp.int32),
+                    lambda: self._output_logprobs(params, hidden[:s], token, state, rows),
+                    lambda: (jnp.zeros((s, 2 * self.num_logprobs + 3), jnp.int32), _no_given(s)),
                 )
             )
         return (sampled, state, *more)
+
+    def _output_logprobs(
+        self,
+        params: tuple[Array, ...],
+        hidden: Float[Array, "S E"],
+        token: Int32[Array, "S"],
+        state: DeviceState,
+        rows: HeadInputs,
+    ) -> tuple[Int32[Array, "S words"], Int32[Array, "S 2*m"]]:
+        logits, tables = merge(self.graphdef, params).compute_logits(hidden), state.tables
+        given = _no_given(len(token))
+        if tables is not None:
+            ids = tables.logprob_ids
+            given = jax.lax.cond(
+                (rows.flags & LOGPROB_IDS) != 0,
+                lambda: given_logprobs(logits, ids[rows.request_index]),
+                lambda: given,
+            )
+        return packed_logprobs(logits, token, self.num_logprobs), given
 
     def prompt_logprobs(
         self, params: tuple[Array, ...], hidden: Float[Array, "C E"], targets: Int32[Array, "C"]
@@ -229,3 +249,7 @@ class StepFunctions:
 
 def _pad_rows(values: Int32[Array, "S"], length: int) -> Int32[Array, "length"]:
     return jnp.pad(values, (0, length - values.shape[0]))
+
+
+def _no_given(num_rows: int) -> Int32[Array, "S 2*m"]:
+    return jnp.zeros((num_rows, 2 * MAX_LOGPROB_TOKEN_IDS), jnp.int32)

@@ -26,6 +26,7 @@ class RequestTables:
         allowed: packed bits of the tokens that a request may sample.
         bias_ids, bias_values: logit_bias.
         bad_words: token ids, the last of each word at the end, -1 in front of shorter ones.
+        logprob_ids: logprob_token_ids, 0 behind them.
     """
 
     history: Int32[Array, "I L"]
@@ -33,6 +34,7 @@ class RequestTables:
     bias_ids: Int32[Array, "I n"]
     bias_values: Float32[Array, "I n"]
     bad_words: Int32[Array, "I N M"]
+    logprob_ids: Int32[Array, "I m"]
 
     def last_outputs(
         self, request_index: Int32[Array, "S"], length: Int32[Array, "S"], num_prompt: Int32[Array, "S"]

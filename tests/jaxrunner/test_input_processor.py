@@ -103,7 +103,7 @@ def test_text_and_ids_and_both():
         ({"prompt_token_ids": "abc"}, {}, "a prompt must be"),
         ("\ud800", {}, "Unicode"),
         ([1], {"stop_token_ids": [5]}, "stop_token_ids holds 5.*from 0 to 4"),
-        ([1], {"flat_logprobs": True}, r"\['flat_logprobs'\] are not served"),
+        ([1], {"stream_interval": 2}, r"\['stream_interval'\] are not served"),
         ([1], {"logit_bias": {5: 1.0}}, "logit_bias holds 5, .*from 0 to 4"),
     ],
 )

@@ -176,7 +176,7 @@ def test_after_warm_up_nothing_compiles(fixture, runner: ModelRunner) -> None:
         ({"lora_request": object()}, "'x' uses \\['lora_request'\\]"),
         ({"mm_features": [object()]}, "'x' uses \\['mm_features'\\]"),
         ({"pooling_params": object()}, "'x': pooling_params must be PoolingParams"),
-        ({"sampling_params": SamplingParams(flat_logprobs=True)}, "'x': .*\\['flat_logprobs'\\]"),
+        ({"sampling_params": SamplingParams(stream_interval=2)}, "'x': .*\\['stream_interval'\\]"),
         ({"sampling_params": SamplingParams(bad_words=["a"])}, "'x': .*give bad_words_token_ids"),
     ],
 )
