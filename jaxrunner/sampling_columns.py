@@ -83,8 +83,18 @@ def column_offset(name: str) -> int:
 
 def derived_seed(engine_seed: int, req_id: str) -> int:
     """The seed of a request that names none: 64 bits from the engine's seed and the request's id."""
-    text = f"{engine_seed}:{req_id}".encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return int.from_bytes(_seed_words(_seed_hash(engine_seed), req_id), "little")
+
+
+def _seed_hash(engine_seed: int) -> Any:
+    """What all seeds that derive from this one begin with."""
+    return hashlib.blake2b(f"{engine_seed}:".encode(), digest_size=8)
+
+
+def _seed_words(hashed: Any, req_id: str) -> bytes:
+    own = hashed.copy()
+    own.update(req_id.encode("utf-8", "surrogatepass"))
+    return own.digest()
 
 
 def sampling_record(
@@ -157,7 +167,7 @@ class RecordWriter:
     _MOST_KEPT = 1024
 
     def __init__(self, record_of: Callable[[str, SamplingParams, int], bytes], engine_seed: int) -> None:
-        self._record_of, self._engine_seed = record_of, engine_seed
+        self._record_of, self._seed_hash = record_of, _seed_hash(engine_seed)
         self._kept: dict[tuple[Any, ...], tuple[bytes, bytes, bytes, int]] = {}
 
     def write(self, req_id: str, params: SamplingParams, num_prompt_tokens: int) -> tuple[bytes, int]:
@@ -176,9 +186,11 @@ class RecordWriter:
                 self._kept[key] = before, between, behind, flags
             return record, flags
         before, between, behind, flags = kept
-        seed = derived_seed(self._engine_seed, req_id) if params.seed is None else params.seed % 2**64
-        own = seed.to_bytes(8, "little"), num_prompt_tokens.to_bytes(4, "little")
-        return b"".join((before, own[0], between, own[1], behind)), flags
+        if params.seed is None:
+            seed = _seed_words(self._seed_hash, req_id)
+        else:
+            seed = (params.seed % 2**64).to_bytes(8, "little")
+        return b"".join((before, seed, between, num_prompt_tokens.to_bytes(4, "little"), behind)), flags
 
 
 _ALL_FIELDS: Callable[[SamplingParams], tuple[Any, ...]] = attrgetter(*(f.name for f in fields(SamplingParams)))

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import NoReturn
 
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from jaxrunner.batch.packing import runs
+from jaxrunner.batch.packing import equal, pack, runs
 
 NULL_BLOCK_ID = 0
-_FEW = 8  # rows up to which one after the other is faster than all at once
+_FEW = 4  # rows up to which one after the other is faster than all at once
 
 
 def map_to_kernel_blocks(block_ids: Int32[np.ndarray, "n"], ratio: int) -> Int32[np.ndarray, "n*ratio"]:
@@ -70,6 +69,8 @@ class BlockTable:
         self.width = -(-max_model_len // block_size) * self.ratio
         self.table: Int32[np.ndarray, "I W"] = np.zeros((num_rows, self.width), np.int32)
         self._flat = self.table.reshape(-1)
+        self._row_cells = np.arange(num_rows) * self.width
+        self._fullest = 0  # no row holds more blocks; a closer look is taken when that could be too many
         self.num_blocks: Int32[np.ndarray, "I"] = np.zeros(num_rows, np.int32)
         self._cells: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
@@ -98,51 +99,32 @@ class BlockTable:
         """
         if not len(block_ids):
             return
-        if lengths is not None and len(lengths) <= _FEW:
-            cells = self._append_few(block_ids, lengths, rows.tolist())
+        start, cells = self.num_blocks[rows], self._row_cells[rows]
+        cells += start
+        if lengths is None:
+            end = start + equal(len(rows), 1)
+            self._fullest += 1
         else:
-            cells = self._append_many(block_ids, lengths, rows)
+            counts = pack(np.empty(len(lengths), np.int32), lengths)
+            end = start + counts
+            cells = runs(cells, counts)
+            self._fullest += max(lengths)
+        if self._fullest > self.width:
+            self._check_width(rows, end)
+        self._flat[cells] = block_ids
+        self.num_blocks[rows] = end
         self._cells.append(cells)
         self._values.append(block_ids)
 
-    def _append_many(
-        self, block_ids: Int32[np.ndarray, "m"], lengths: Sequence[int] | None, rows: Int64[np.ndarray, "n"]
-    ) -> Int64[np.ndarray, "m"]:
-        counts = np.ones(len(rows), np.int32) if lengths is None else np.array(lengths, np.int32)
-        start = self.num_blocks[rows]
-        end = start + counts
-        if end.max() > self.width:
-            at = int(end.argmax())
-            self._refuse(int(rows[at]), int(end[at]))
-        cells = rows * self.width + start
-        if lengths is not None:
-            cells = runs(cells, counts)
-        self._flat[cells] = block_ids
-        self.num_blocks[rows] = end
-        return cells
-
-    def _append_few(
-        self, block_ids: Int32[np.ndarray, "m"], lengths: Sequence[int], rows: Sequence[int]
-    ) -> Int64[np.ndarray, "m"]:
-        """As ``_append_many``, row by row: faster while they are few."""
-        starts = self.num_blocks[rows].tolist()
-        for row, start, length in zip(rows, starts, lengths, strict=True):
-            if start + length > self.width:
-                self._refuse(row, start + length)
-        cells, at = np.empty(len(block_ids), np.intp), 0
-        for row, start, length in zip(rows, starts, lengths, strict=True):
-            cell, end = row * self.width + start, at + length
-            self._flat[cell : cell + length] = block_ids[at:end]
-            cells[at:end] = np.arange(cell, cell + length)
-            self.num_blocks[row] = start + length
-            at = end
-        return cells
-
-    def _refuse(self, row: int, count: int) -> NoReturn:
-        raise ValueError(
-            f"row {row} would hold {count} blocks, the table has {self.width} columns: the request is longer than the"
-            " table was made for"
-        )
+    def _check_width(self, rows: Int64[np.ndarray, "n"], ends: Int32[np.ndarray, "n"]) -> None:
+        """These rows are to hold so many blocks: the closer look."""
+        at = int(ends.argmax())
+        if ends[at] > self.width:
+            raise ValueError(
+                f"row {rows[at]} would hold {ends[at]} blocks, the table has {self.width} columns: the request is"
+                " longer than the table was made for"
+            )
+        self._fullest = max(int(self.num_blocks.max()), int(ends[at]))
 
     def clear_row(self, row: int) -> None:
         """Row ``row`` is given up: count 0, every entry the null block."""
@@ -177,6 +159,11 @@ class BlockTable:
     def row(self, row: int) -> Int32[np.ndarray, "n"]:
         """Valid kernel block ids of a row (a view)."""
         return self.table[row, : self.num_blocks[row]]
+
+    @property
+    def has_updates(self) -> bool:
+        """``take_updates`` has something to give."""
+        return bool(self._cells)
 
     def take_updates(self) -> tuple[Int64[np.ndarray, "U"], Int32[np.ndarray, "U"]]:
         """(cells, values) changed since the last call; a cell is row * W + column and stands at most once.

@@ -34,6 +34,7 @@ StepViews = dict[str, np.ndarray]
 
 ROW_FIELDS = ("idx_mapping", "num_computed", "num_known", "num_prompt", "num_draft", "use_device")
 """The layout's fields of one number a row. They lie one behind the other, so that one copy fills them."""
+LIVE_FIELDS = slice(1, 3)  # of these, what changes although the rows hold the same requests
 
 _UPDATE_FIELDS = ("update_group", "update_cell", "update_value")
 _PAST_EVERY_TABLE = np.iinfo(np.int32).max  # a scatter drops it
@@ -44,11 +45,16 @@ class LayoutViews(StepViews):
     """The fields of one layout in one buffer, by name, and those that are written together, as one array.
 
     What lies behind a step's numbers is padding, as ``StepLayout`` says. It is kept from step to step: only what the
-    last step wrote and this one doesn't has to be cleared.
+    last step wrote and this one doesn't has to be cleared. In the same way a step leaves alone what the last one in
+    this buffer wrote just as it would itself: ``written_rows`` and ``written_ends`` say what that was.
 
     Attributes:
         rows: [len(ROW_FIELDS), R].
         updates: [3, U]: groups, cells, values.
+        written_rows: whose fields are in ``rows``, except for the live ones (``InputBatch.fields_stamp``).
+        written_ends: (rows, tokens of each, logits rows) that query_start_loc and logits_indices were written for, if
+            every row had the same number of both.
+        has_groups: an entry of ``update_group`` may be other than 0.
     """
 
     def __init__(self, memory: Int32[np.ndarray, "size"], layout: StepLayout) -> None:
@@ -60,6 +66,8 @@ class LayoutViews(StepViews):
         self.token_ids = self["token_ids"]
         self.rows = self._together(layout, ROW_FIELDS)
         self.updates = self._together(layout, _UPDATE_FIELDS)
+        self.update_group, self.update_cell, self.update_value = self.updates
+        self.cut_to(0)
         self.forget()
 
     def forget(self) -> None:
@@ -67,9 +75,24 @@ class LayoutViews(StepViews):
         layout = self.layout
         self._used = layout.num_reqs, layout.num_tokens, layout.num_logits, layout.num_updates
         self._last_start = -1
+        self.written_rows: object = None
+        self.written_ends: object = None
+        self.update_group[...] = 0
+        self.has_groups = False
+
+    def cut_to(self, rows: int) -> None:
+        """Cuts the fields to the rows in use; steps with as many of them share the views."""
+        self.num_rows = rows
+        self.used_rows: Int32[np.ndarray, "fields n"] = self.rows[:, :rows]
+        self.live_rows: Int32[np.ndarray, "live n"] = self.used_rows[LIVE_FIELDS]
+        self.starts: Int32[np.ndarray, "n"] = self.query_start_loc[:rows]
+        self.ends: Int32[np.ndarray, "n"] = self.query_start_loc[1 : rows + 1]
 
     def pad(self, rows: int, tokens: int, logits: int, updates: int, scratch_index: int) -> None:
         """The padding behind a step of so many rows, tokens, logits rows and updates."""
+        used = rows, tokens, logits, updates
+        if used == self._used and tokens == self._last_start:
+            return
         last_rows, last_tokens, last_logits, last_updates = self._used
         if rows < last_rows:
             self.rows[:, rows:last_rows] = 0
@@ -82,7 +105,7 @@ class LayoutViews(StepViews):
             self.logits_indices[logits:last_logits] = 0
         if updates < last_updates:
             self.updates[:, updates:last_updates] = _PADDING_UPDATE
-        self._used = rows, tokens, logits, updates
+        self._used = used
 
     def _together(self, layout: StepLayout, names: tuple[str, ...]) -> Int32[np.ndarray, "fields n"]:
         start, length = layout.fields[names[0]]

@@ -53,17 +53,15 @@ def declared_columns(max_model_len: int, num_speculative_tokens: int) -> tuple[C
     )
 
 
-_FEW = 4  # indices up to which one after the other is faster than all at once
-
-
 class ColumnTable:
     """Arrays [I, *shape] of the declared columns, for I request indices; ``table["num_tokens"]`` is one.
 
-    The int32 columns that are always valid lie in one matrix, a row for each word of them: who enters or leaves is
+    The int32 columns that are always valid lie in two matrices with a row for each request: those of one number a
+    request close together, since a step reads one column of many requests, and the wide ones. Who enters or leaves is
     written there in one go.
 
     Attributes:
-        words: int32 words of a request in that matrix.
+        words: int32 words of a request in those matrices.
         fill: what they are for an index that nobody holds.
     """
 
@@ -73,19 +71,26 @@ class ColumnTable:
             raise ValueError(f"a column is declared twice: {names}")
         self.columns = tuple(columns)
         together = [c for c in columns if c.dtype is np.int32 and c.valid is None]
+        single = [c for c in together if c.shape == ()]
+        wide = [c for c in together if c.shape != ()]
         self._apart = [c for c in columns if c not in together]
+        self._cleared_apart = [c for c in self._apart if c.valid is None]
         self.fill: Int32[np.ndarray, "words"] = np.concatenate(
-            [np.full(math.prod(c.shape), c.fill, np.int32) for c in together] or [np.zeros(0, np.int32)]
+            [np.full(math.prod(c.shape), c.fill, np.int32) for c in (*single, *wide)] or [np.zeros(0, np.int32)]
         )
-        self.words = len(self.fill)
-        self._matrix: Int32[np.ndarray, "words I"] = np.repeat(self.fill[:, None], capacity, axis=1)
-        self._arrays: dict[str, np.ndarray] = {}
-        self.offsets: dict[str, int] = {}
+        self.words, self._fill_bytes = len(self.fill), self.fill.tobytes()
+        self._num_single_bytes, self._num_wide_bytes = 4 * len(single), 4 * (self.words - len(single))
+        self._single: Int32[np.ndarray, "I single"] = np.repeat(self.fill[None, : len(single)], capacity, axis=0)
+        self._wide: Int32[np.ndarray, "I wide"] = np.repeat(self.fill[None, len(single) :], capacity, axis=0)
+        # The same memory, a request's bytes one after the other: NumPy takes longer to find a row than to write it.
+        self._single_bytes, self._wide_bytes = (memoryview(m.reshape(-1)).cast("B") for m in (self._single, self._wide))
+        self._arrays: dict[str, np.ndarray] = {c.name: self._single[:, i] for i, c in enumerate(single)}
+        self.offsets: dict[str, int] = {c.name: i for i, c in enumerate(single)}
         at = 0
-        for c in together:
+        for c in wide:
             size = math.prod(c.shape)
-            self._arrays[c.name] = self._matrix[at] if c.shape == () else self._matrix[at : at + size].T
-            self.offsets[c.name] = at
+            self._arrays[c.name] = self._wide[:, at : at + size].reshape(capacity, *c.shape)
+            self.offsets[c.name] = len(single) + at
             at += size
         for c in self._apart:
             # np.zeros of a large table is memory the system hands out on first touch; np.full would touch it all.
@@ -95,24 +100,18 @@ class ColumnTable:
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name]
 
-    def put(self, indices: Sequence[int], words: Int32[np.ndarray, "n words"]) -> None:
-        """All int32 words of these indices; a column begins at its ``offsets``. Other columns are left alone."""
-        if len(indices) > _FEW:
-            self._matrix[:, indices] = words.T
-        else:
-            for index, row in zip(indices, words, strict=True):
-                self._matrix[:, index] = row
+    def put(self, indices: Sequence[int], words: Sequence[bytes]) -> None:
+        """All int32 words of these indices, each in the order of ``fill``. Other columns are left alone."""
+        single, wide, n, m = self._single_bytes, self._wide_bytes, self._num_single_bytes, self._num_wide_bytes
+        for index, row in zip(indices, words, strict=True):
+            single[index * n : (index + 1) * n] = row[:n]
+            wide[index * m : (index + 1) * m] = row[n:]
 
     def clear(self, indices: Sequence[int]) -> None:
         """These indices are free again: every always-valid column back to its fill value."""
-        if len(indices) > _FEW:
-            self._matrix[:, indices] = self.fill[:, None]
-        else:
-            for index in indices:
-                self._matrix[:, index] = self.fill
-        for c in self._apart:
-            if c.valid is None:
-                self._arrays[c.name][indices] = c.fill
+        self.put(indices, [self._fill_bytes] * len(indices))
+        for c in self._cleared_apart:
+            self._arrays[c.name][indices] = c.fill
 
     def snapshot(self, index: int) -> dict[str, np.ndarray]:
         """A copy of everything valid at ``index``, for tests, traces and messages."""

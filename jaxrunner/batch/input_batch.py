@@ -12,10 +12,10 @@ from jaxtyping import Int32, Int64
 
 from jaxrunner.batch.block_owners import BlockOwners
 from jaxrunner.batch.block_table import MultiGroupBlockTable
-from jaxrunner.batch.buffers import ROW_FIELDS
 from jaxrunner.batch.columns import FIRST_COLUMNS, ColumnTable, declared_columns
 from jaxrunner.batch.packing import Scratch
 from jaxrunner.batch.request_state import NO_INDEX, CachedRequestState
+from jaxrunner.batch.row_views import RowArrays
 from jaxrunner.batch.rows import NO_ROW, RowOrder
 from jaxrunner.request_tables import TableSizes, check_tables, pack
 from jaxrunner.sampling_columns import NEEDS_TABLES, RECORD_WORDS, RecordWriter, column_offset, sampling_record
@@ -93,20 +93,20 @@ class InputBatch:
         self.block_owners = tuple(BlockOwners(table) for table in self.block_table.tables)
         # The columns that every step touches, by name.
         self.num_tokens = self.columns["num_tokens"]
+        self.num_prompt_tokens = self.columns["num_prompt_tokens"]
         self.num_computed_tokens = self.columns["num_computed_tokens"]
         self.num_draft_tokens = self.columns["num_draft_tokens"]
         self.token_ids = self.columns["token_ids"]
         self.flat_token_ids = self.token_ids.reshape(-1)
         self.token_row_stride = self.token_ids.shape[1]
+        self.token_starts = np.arange(max_num_reqs) * self.token_row_stride
         self._min_length = self.columns["sampling_record"][:, column_offset("min_length")]
+        self._sampling_flags = self.columns["sampling_flags"]
         self._records = RecordWriter(self.record_of, seed)
-        self._last_words = self.columns.fill[len(FIRST_COLUMNS) + RECORD_WORDS :].tobytes()
+        record_at = self.columns.offsets["sampling_record"]
+        self._words_before = self.columns.fill[len(FIRST_COLUMNS) : record_at].tobytes()
+        self._words_behind = self.columns.fill[record_at + RECORD_WORDS :].tobytes()
         self.table_sizes = TableSizes(max_num_reqs, max_model_len, vocab_size)
-        self.table_sizes = TableSizes(max_num_reqs, max_model_len, vocab_size)
-        at = self.columns.offsets
-        self._num_tokens_at, self._num_prompt_at = at["num_tokens"], at["num_prompt_tokens"]
-        self._flags_at = at["sampling_flags"]
-        self._record_at = slice(at["sampling_record"], at["sampling_record"] + RECORD_WORDS)
 
         self.requests: dict[str, CachedRequestState] = {}
         self.index_of: dict[str, int] = {}  # request index of each of them, NO_INDEX while preempted
@@ -115,15 +115,14 @@ class InputBatch:
         self._entered: list[int] = []  # indices whose device state is not uploaded yet
         self._holding: set[int] = set()  # indices of requests with min_tokens
 
-        # This step by row; written by update_states, read by prepare_inputs. The first block is uploaded as it is.
-        self.row_fields: Int32[np.ndarray, "fields R"] = np.zeros((len(ROW_FIELDS), max_num_reqs), np.int32)
-        by_row = dict(zip(ROW_FIELDS, self.row_fields, strict=True))
-        self.rows = RowOrder(by_row["idx_mapping"])
-        self.num_computed: Int32[np.ndarray, "R"] = by_row["num_computed"]
-        self.num_known: Int32[np.ndarray, "R"] = by_row["num_known"]
-        self.num_prompt: Int32[np.ndarray, "R"] = by_row["num_prompt"]
-        self.num_draft: Int32[np.ndarray, "R"] = by_row["num_draft"]
-        self.num_scheduled: Int32[np.ndarray, "R"] = np.zeros(max_num_reqs, np.int32)
+        # This step by row; written by update_states, read by prepare_inputs.
+        self.row_arrays = RowArrays(max_num_reqs)
+        self.row_fields: Int32[np.ndarray, "fields R"] = self.row_arrays.fields
+        idx_mapping, self.num_computed, self.num_known, self.num_prompt, self.num_draft, _ = self.row_fields
+        self.num_scheduled: Int32[np.ndarray, "R"] = self.row_arrays.num_scheduled
+        self.by_row = self.row_arrays.cut(0)  # the same, cut to the rows in use
+        self.rows = RowOrder(idx_mapping)
+        self.fields_stamp = object()  # another one when row_fields has changed beyond its live fields
         self.scheduled_each = 0  # what num_scheduled is in all rows, if that is one number, else 0
         self.drafts_each = 0
         self.any_drafts = False
@@ -138,31 +137,33 @@ class InputBatch:
         self.dispatched: dict[tuple[int, int, int, bool], tuple[StepShape, StepLayout]] = {}
         self.dispatched_by: StepShapes | None = None
         # Room to read a step's lists into.
-        self.reading = tuple(np.empty(max_num_reqs, np.int32) for _ in range(3))
+        self.reading: Int32[np.ndarray, "3R"] = np.empty(3 * max_num_reqs, np.int32)
         self.staging = Scratch(max_model_len)
-        self.flagged = np.empty(max_num_reqs, bool)
         most = max(max_num_batched_tokens, max_num_reqs * (1 + num_speculative_tokens)) + 1
         self.ascending: Int64[np.ndarray, "n"] = np.arange(most)
         self.ascending32: Int32[np.ndarray, "n"] = np.arange(most, dtype=np.int32)
+        self._rows_in_order = self.ascending[:max_num_reqs].tobytes()
         self.refresh_metadata()
 
     def refresh_metadata(self) -> None:
         """To be called when rows have moved: refreshes what is derived from their order."""
-        n = self.num_reqs
-        scheduled = self.scheduled_indices
-        self.scheduled_rows: Int64[np.ndarray, "n"] = self.row_of_index[scheduled]
-        in_order = self.scheduled_rows == self.ascending[: len(scheduled)]
-        self.rows_in_order = np.count_nonzero(in_order) == len(scheduled) == n
+        rows, scheduled = self.rows, self.scheduled_indices
+        n = rows.num_rows
+        self.by_row = by_row = self.row_arrays.cut(n)
+        self.scheduled_rows: Int64[np.ndarray, "n"] = rows.row_of_index[scheduled]
+        in_order = self.scheduled_rows.tobytes()  # strings of bytes are compared in a third of the time of arrays
+        self.rows_in_order = len(scheduled) == n and in_order == self._rows_in_order[: len(in_order)]
         if self.rows_in_order:
-            self._names, self._names_version = RowNames(self.scheduled_ids), self.rows.version
+            self._names, self._names_version = RowNames(self.scheduled_ids), rows.version
         self.row_indices: Int64[np.ndarray, "n"] = (
-            scheduled if self.rows_in_order else self.idx_mapping[:n].astype(np.intp)
+            scheduled if self.rows_in_order else rows.idx_mapping[:n].astype(np.intp)
         )
-        self.row_starts: Int64[np.ndarray, "n"] = self.row_indices * self.token_row_stride  # in the flat token table
-        self.num_prompt[:n] = self.columns["num_prompt_tokens"][self.row_indices]
-        self.row_flags = int(np.bitwise_or.reduce(self.columns["sampling_flags"][self.row_indices]))
+        self.row_starts: Int64[np.ndarray, "n"] = self.token_starts[self.row_indices]  # in the flat token table
+        by_row.prompt[...] = self.num_prompt_tokens[self.row_indices]
+        self.row_flags = int(np.bitwise_or.reduce(self._sampling_flags[self.row_indices]))
         # Tokens before which rows may not stop, if any request at all has such a bound.
         self.row_holds = self._min_length[self.row_indices] if self._holding else None
+        self.fields_stamp = object()
 
     # ------------------------------------------------------------------ looking at it
     @property
@@ -172,6 +173,10 @@ class InputBatch:
     @property
     def num_free_indices(self) -> int:
         return len(self._free_indices)
+
+    @property
+    def num_held_indices(self) -> int:
+        return self.max_num_reqs - len(self._free_indices)
 
     @property
     def idx_mapping(self) -> Int32[np.ndarray, "R"]:
@@ -184,9 +189,12 @@ class InputBatch:
     @property
     def names(self) -> RowNames:
         """Who stands in each row; another object once rows have moved, so that a step can keep its own."""
-        if self._names_version != self.rows.version:
-            ids = [self._id_of_index[i] for i in self.idx_mapping[: self.rows.end].tolist() if i != NO_INDEX]
-            self._names, self._names_version = RowNames(ids), self.rows.version
+        rows = self.rows
+        if self._names_version != rows.version:
+            ids = rows.req_ids.copy()
+            for hole in reversed(rows.holes):
+                del ids[hole]
+            self._names, self._names_version = RowNames(ids), rows.version
         return self._names
 
     @property
@@ -218,24 +226,25 @@ class InputBatch:
     # ------------------------------------------------------------------ requests and their indices
     def words_of(
         self, states: Sequence[CachedRequestState], token_ids: Sequence[Sequence[int] | np.ndarray]
-    ) -> Int32[np.ndarray, "entering words"]:
+    ) -> list[bytes]:
         """What the int32 columns will hold of requests that enter with these tokens; ValueError for parameters that
         the device cannot hold. Changes nothing.
         """
-        parts: list[bytes] = []
+        words: list[bytes] = []
         for state, tokens in zip(states, token_ids, strict=True):
             prompt = state.num_prompt_tokens
             if state.record is None:
                 state.record = self._records.write(state.req_id, state.sampling_params, prompt)
             record, flags = state.record
-            parts += (_FIRST_WORDS.pack(len(tokens), prompt, 0, 0, flags), record, self._last_words)
-        return np.frombuffer(b"".join(parts), np.int32).reshape(len(states), self.columns.words)
+            first = _FIRST_WORDS.pack(len(tokens), prompt, 0, 0, flags)
+            words.append(b"".join((first, self._words_before, record, self._words_behind)))
+        return words
 
     def enter(
         self,
         states: Sequence[CachedRequestState],
         token_ids: Sequence[Int32[np.ndarray, "n"]],
-        words: Int32[np.ndarray, "entering words"],
+        words: Sequence[bytes],
     ) -> list[int]:
         """Gives each state a request index and fills its columns; ``words`` are those of ``words_of``.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import marshal
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -30,6 +30,21 @@ def pack(out: Int32[np.ndarray, "size"], values: Sequence[int], at: int = 0) -> 
     return out[at : at + n]
 
 
+TOKENS_ROOM = 63
+_ZEROS = (0,) * TOKENS_ROOM
+
+
+def pack_tokens(out: Int32[np.ndarray, "size"], values: Sequence[int], at: int) -> Int32[np.ndarray, "n"]:
+    """As ``pack``, for lists of any length: ``out`` needs room for ``TOKENS_ROOM`` more entries.
+
+    Making a packer takes longer than packing. So there are some for multiples of 64 only; what is behind is zeros.
+    """
+    n = len(values)
+    more = -n % (TOKENS_ROOM + 1)
+    packer(n + more)(out, 4 * at, *values, *_ZEROS[:more])
+    return out[at : at + n]
+
+
 def pack_indices(out: Int64[np.ndarray, "size"], values: Sequence[int]) -> Int64[np.ndarray, "n"]:
     """As ``pack``, for an array to index with."""
     n = len(values)
@@ -48,39 +63,57 @@ def pack_equal(lists: list[Any], each: int) -> Int32[np.ndarray, "n"] | None:
 
     marshal writes such lists as records of one length, in less than half the time that flattening them takes.
     """
-    record = _list_record(each)
+    record, labels, expected = _list_record(each)
     try:
         data = marshal.dumps(lists, 2)
     except ValueError:
         return None
     if len(data) != _MARSHAL_HEAD + len(lists) * record.itemsize:
         return None
-    records = np.frombuffer(data, record, len(lists), _MARSHAL_HEAD)
-    items = records["items"]
-    if (records["count"] != each).any() or (records["kind"] != ord("[")).any() or (items["kind"] != ord("i")).any():
+    written = np.frombuffer(data, np.uint8, offset=_MARSHAL_HEAD).reshape(len(lists), record.itemsize)
+    if written[:, labels].tobytes() != expected * len(lists):
         return None
-    return items["value"].reshape(-1)
+    return written.view(record)["items"]["value"].reshape(-1)
 
 
 _MARSHAL_HEAD = 5  # of the list of lists: its kind and its length
 
 
 @cache
-def _list_record(each: int) -> np.dtype:
+def _list_record(each: int) -> tuple[np.dtype, Int64[np.ndarray, "labels"], bytes]:
+    """How marshal writes a list of ``each`` integers, where its labels lie in it, and what they are."""
     item = np.dtype([("kind", "u1"), ("value", "<i4")])
-    return np.dtype([("kind", "u1"), ("count", "<i4"), ("items", item, (each,))])
+    record = np.dtype([("kind", "u1"), ("count", "<i4"), ("items", item, (each,))])
+    example = marshal.dumps([0] * each, 2)
+    labels = np.array([at for at in range(record.itemsize) if at < 5 or at % 5 == 0])
+    return record, labels, bytes(example[at] for at in labels)
 
 
-def lookup[Value](table: Mapping[str, Value], keys: Sequence[str]) -> Sequence[Value]:
-    """[table[k] for k in keys], in one C call; KeyError for a key that is not there."""
+@cache
+def equal(n: int, value: int) -> Int32[np.ndarray, "n"]:
+    """n times the same; made once, not to be written."""
+    out = np.full(n, value, np.int32)
+    out.setflags(write=False)
+    return out
+
+
+def lookup(table: Any, keys: Sequence[Any]) -> Sequence[Any]:
+    """[table[k] for k in keys], in one C call; KeyError or IndexError for a key that is not there."""
     if len(keys) > 1:
         return itemgetter(*keys)(table)
     return [table[k] for k in keys]
 
 
+_FEW_RUNS = 3  # up to which one after the other is faster than all at once
+
+
 def runs(starts: Int64[np.ndarray, "n"], lengths: Int32[np.ndarray, "n"]) -> Int64[np.ndarray, "total"]:
     """start, start + 1, ... of every run, one run after the other."""
-    out = (starts - lengths.cumsum() + lengths).repeat(lengths)
+    if 0 < len(starts) <= _FEW_RUNS:
+        return np.concatenate([np.arange(s, s + n) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)])
+    shift = starts + lengths
+    shift -= np.add.accumulate(lengths)  # as cumsum, without its Python
+    out = shift.repeat(lengths)
     out += np.arange(len(out))
     return out
 

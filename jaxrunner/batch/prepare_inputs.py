@@ -14,6 +14,7 @@ from jaxrunner.protocol import SchedulerOutput
 from jaxrunner.shapes import StepLayout, StepShape, StepShapes, is_uniform_decode
 
 _MOST_SHAPES = 4096
+_LONG = 96  # tokens a row from which on copying row by row is faster than gathering token by token
 _HEADER = struct.Struct("4i")  # num_reqs, num_tokens, num_logits, flags
 
 
@@ -34,7 +35,7 @@ def prepare_inputs(
     Raises:
         ValueError: the step does not fit ``shape``, or nothing is scheduled.
     """
-    n, t = batch.num_reqs, scheduler_output.total_num_scheduled_tokens
+    n, t, each = batch.num_reqs, scheduler_output.total_num_scheduled_tokens, batch.scheduled_each
     if not n:
         raise ValueError("nothing is scheduled: there is no step to prepare")
     num_logits = n * (1 + batch.drafts_each)
@@ -47,12 +48,17 @@ def prepare_inputs(
     else:
         layout = shapes.layout(shape)
     views = buffers.acquire(layout) if buffers is not None else StepBuffer(layout.size).views(layout)
+    if views.num_rows != n:
+        views.cut_to(n)
     inputs = StepInputs(batch, layout, shape, views)
 
     _HEADER.pack_into(views.buffer, 0, n, t, num_logits, batch.flags)
-    _write_rows(batch, views, n)
+    _write_rows(batch, views)
+    ends = (n, each, num_logits) if each == 1 + batch.drafts_each else None
+    if ends is None or ends != views.written_ends:
+        _write_ends(batch, views, inputs, n, num_logits)
+        views.written_ends = ends
     _write_tokens(batch, views, n, t)
-    _write_logits_indices(batch, views, inputs, n, num_logits)
     num_updates, inputs.overflow = commit_block_table(batch, views)
     views.pad(n, t, num_logits, num_updates, batch.max_num_reqs)
     inputs.entered = batch.take_entered()
@@ -61,7 +67,7 @@ def prepare_inputs(
 
 def _dispatch(batch: InputBatch, shapes: StepShapes, t: int, num_logits: int, n: int) -> tuple[StepShape, StepLayout]:
     """The step's shape. Steps ask the same again and again, so answers are kept."""
-    uniform = shapes.policy.separates and _is_uniform(batch, n, shapes.query_len)
+    uniform = shapes.separates and _is_uniform(batch, n, shapes.query_len)
     asked = (t, num_logits, n, uniform)
     if batch.dispatched_by is not shapes or len(batch.dispatched) > _MOST_SHAPES:
         batch.dispatched_by, batch.dispatched = shapes, {}
@@ -80,40 +86,48 @@ def _is_uniform(batch: InputBatch, n: int, query_len: int) -> bool:
     return is_uniform_decode((batch.scheduled_each,), (prefilling,), query_len)
 
 
-def _write_rows(batch: InputBatch, views: LayoutViews, n: int) -> None:
+def _write_rows(batch: InputBatch, views: LayoutViews) -> None:
+    if views.written_rows is batch.fields_stamp:
+        views.live_rows[...] = batch.by_row.live
+    else:
+        views.used_rows[...] = batch.by_row.fields
+        views.written_rows = batch.fields_stamp
+
+
+def _write_ends(batch: InputBatch, views: LayoutViews, inputs: StepInputs, n: int, num_logits: int) -> None:
+    """Where each row's tokens end, and which of them get logits."""
     starts, each = views.query_start_loc, batch.scheduled_each
-    if each == 1:
-        starts[: n + 1] = batch.ascending32[: n + 1]
-    elif each:
+    if each:
         np.multiply(batch.ascending32[: n + 1], each, out=starts[: n + 1])
     else:
         starts[0] = 0
-        batch.num_scheduled[:n].cumsum(out=starts[1 : n + 1], dtype=np.int32)
-    views.rows[:, :n] = batch.row_fields[:, :n]
-
-
-def _write_tokens(batch: InputBatch, views: LayoutViews, n: int, t: int) -> None:
-    first, each = batch.row_starts + batch.num_computed[:n], batch.scheduled_each
-    if each == 1:
-        cells = first
-    elif each:
-        cells = (first[:, None] + batch.ascending[:each]).reshape(-1)
-    else:
-        cells = (first - views.query_start_loc[:n]).repeat(batch.num_scheduled[:n])
-        cells += batch.ascending[:t]
-    batch.flat_token_ids.take(
-        cells, out=views.token_ids[:t], mode="clip"
-    )  # clip: all are inside, no second look at bounds
-
-
-def _write_logits_indices(batch: InputBatch, views: LayoutViews, inputs: StepInputs, n: int, num_logits: int) -> None:
+        np.add.accumulate(batch.by_row.scheduled, out=views.ends)  # as cumsum, without its Python
     out: Int32[np.ndarray, "S"] = views.logits_indices
-    if batch.scheduled_each == 1 + batch.drafts_each:
+    if each == 1 + batch.drafts_each:
         out[:num_logits] = batch.ascending32[:num_logits]
     elif batch.any_drafts:
         out[:num_logits] = inputs.spec_decode_metadata.logits_indices
     else:
-        np.subtract(views.query_start_loc[1 : n + 1], 1, out=out[:n])
+        np.subtract(views.ends, batch.by_row.ones, out=out[:n])
+
+
+def _write_tokens(batch: InputBatch, views: LayoutViews, n: int, t: int) -> None:
+    rows, each, tokens = batch.by_row, batch.scheduled_each, batch.flat_token_ids
+    first = np.add(batch.row_starts, rows.computed, out=rows.cells)
+    if each == 1:
+        cells = first
+    elif each:
+        cells = (first[:, None] + batch.ascending[:each]).reshape(-1)
+    elif n <= t // _LONG:
+        at = 0
+        for start, count in zip(first.tolist(), rows.scheduled.tolist(), strict=True):
+            views.token_ids[at : at + count] = tokens[start : start + count]
+            at += count
+        return
+    else:
+        cells = (first - views.starts).repeat(rows.scheduled)
+        cells += batch.ascending[:t]
+    tokens.take(cells, out=views.token_ids[:t], mode="clip")  # clip: all are inside, no second look at bounds
 
 
 def commit_block_table(batch: InputBatch, views: LayoutViews) -> tuple[int, list[TableUpdates]]:
@@ -123,16 +137,19 @@ def commit_block_table(batch: InputBatch, views: LayoutViews) -> tuple[int, list
         How many cells that were, and those that did not fit: they have to go ahead of it.
     """
     ahead: list[TableUpdates] = []
-    updates, at, room = views.updates, 0, views.layout.num_updates
+    at, room = 0, views.layout.num_updates
     for group, table in enumerate(batch.block_table.tables):
-        cells, values = table.take_updates()
-        if not len(cells):
+        if not table.has_updates:
             continue
-        surplus = max(len(cells) - (room - at), 0)
-        if surplus:
+        cells, values = table.take_updates()
+        surplus = len(cells) - (room - at)
+        if surplus > 0:
             ahead.append(TableUpdates(group, cells[:surplus], values[:surplus]))
             cells, values = cells[surplus:], values[surplus:]
         end = at + len(cells)
-        updates[0, at:end], updates[1, at:end], updates[2, at:end] = group, cells, values
+        views.has_groups |= group > 0
+        if views.has_groups:
+            views.update_group[at:end] = group
+        views.update_cell[at:end], views.update_value[at:end] = cells, values
         at = end
     return at, ahead

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
 from jaxrunner.batch.input_batch import InputBatch
+from jaxrunner.batch.packing import equal
 
 NOT_SAMPLED = -1
 
@@ -26,46 +26,51 @@ def record_sampled(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> list
     return record_tokens(batch, sampled).lists()
 
 
-@dataclass(slots=True)
 class SampledTokens:
     """Tokens of a step's rows: flat, and as lists for those who want them.
 
     Attributes:
         token_ids: [n], one row's after the other's.
         offsets: [R + 1]; row r has token_ids[offsets[r] : offsets[r + 1]].
-        most: tokens that a row can have.
     """
 
-    token_ids: Int32[np.ndarray, "n"]
-    offsets: Int32[np.ndarray, "R+1"]
-    most: int
+    __slots__ = ("_sampled", "offsets", "token_ids")
+
+    def __init__(
+        self,
+        token_ids: Int32[np.ndarray, "n"],
+        offsets: Int32[np.ndarray, "R+1"],
+        sampled: Int32[np.ndarray, "R w"],
+    ) -> None:
+        self.token_ids, self.offsets, self._sampled = token_ids, offsets, sampled
 
     def lists(self) -> list[list[int]]:
         """One list a row. Making them takes most of the time of bookkeeping."""
-        if self.most > 1:
-            flat = self.token_ids.tolist()
-            return [flat[start:end] for start, end in pairwise(self.offsets.tolist())]
-        lists: list[list[int]] = self.token_ids[:, None].tolist()
-        if len(lists) < len(self.offsets) - 1:
-            for row in (np.diff(self.offsets) == 0).nonzero()[0].tolist():
-                lists.insert(row, [])
+        sampled, flat = self._sampled, self.token_ids
+        if len(flat) == sampled.size:
+            return sampled.tolist()
+        if sampled.shape[1] > 1:
+            tokens = flat.tolist()
+            return [tokens[start:end] for start, end in pairwise(self.offsets.tolist())]
+        lists: list[list[int]] = sampled.tolist()
+        for row in (sampled[:, 0] < 0).nonzero()[0].tolist():
+            lists[row] = []
         return lists
 
 
 def record_tokens(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> SampledTokens:
     """``record_sampled`` without the lists: the same arguments, effects and errors."""
-    n = batch.num_reqs
+    rows, n = batch.by_row, batch.num_reqs
     if sampled.ndim != 2 or len(sampled) != n:
         raise ValueError(f"sampled must be [{n}, w] for the {n} rows of the step, got {list(sampled.shape)}")
-    width, indices = sampled.shape[1], batch.row_indices
+    width, indices, known = sampled.shape[1], batch.row_indices, rows.known
     there = np.greater_equal(sampled.T, 0, order="C")  # [w, R]: a pass along the rows is a long one
     num_kept = np.count_nonzero(there)
     if width > 1 and np.count_nonzero(there[1:] > there[:-1]):
         raise ValueError(f"a row of sampled has a token behind a gap: {sampled.tolist()}")
-    lengths = batch.num_tokens[indices]
-    at = batch.row_starts + lengths
+    at = np.add(batch.row_starts, known, out=rows.cells)
     if batch.longest + width > batch.token_row_stride:
-        _check_room(batch, lengths, there)
+        _check_room(batch, known, there)
         for j in range(width):
             batch.flat_token_ids[at[there[j]] + j] = sampled[there[j], j]
     elif width == 1:  # here, what is not kept is written too: behind a request's tokens, where nothing counts
@@ -74,14 +79,17 @@ def record_tokens(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> Sampl
         batch.flat_token_ids[at[:, None] + batch.ascending[:width]] = sampled
     batch.longest += width
     if num_kept == sampled.size:
-        batch.num_tokens[indices] = lengths + width
+        known += equal(n, width)
         offsets = batch.ascending32[: n + 1] if width == 1 else batch.ascending32[: n + 1] * width
-        return SampledTokens(sampled.reshape(-1), offsets, width)
-    counts = there.sum(axis=0, dtype=np.int32)
-    batch.num_tokens[indices] = lengths + counts
-    offsets = np.zeros(n + 1, np.int32)
-    counts.cumsum(out=offsets[1:], dtype=np.int32)
-    return SampledTokens(sampled[there.T], offsets, width)
+        tokens = sampled.reshape(-1)
+    else:
+        offsets = np.zeros(n + 1, np.int32)
+        counts = there[0].astype(np.int32) if width == 1 else there.sum(axis=0, dtype=np.int32)
+        known += counts
+        np.add.accumulate(counts, out=offsets[1:])
+        tokens = sampled[there.T]
+    batch.num_tokens[indices] = known
+    return SampledTokens(tokens, offsets, sampled)
 
 
 def _check_room(batch: InputBatch, lengths: Int32[np.ndarray, "R"], there: Bool[np.ndarray, "w R"]) -> None:

@@ -15,6 +15,7 @@ from jaxtyping import Int, Int32, Int64
 from jaxrunner.batch.request_state import NO_INDEX
 
 NO_ROW = -1
+_FEW = 4  # indices up to which one after the other is faster than all at once
 
 
 class RowOrder:
@@ -26,6 +27,7 @@ class RowOrder:
 
     Attributes:
         row_of_index: [I], the inverse: NO_ROW for an index without a row.
+        req_ids: request of each row below ``end``; what stands in a hole means nothing.
         holes: rows below ``end`` that are not in use, ascending.
         version: another number whenever a row has changed.
     """
@@ -35,6 +37,7 @@ class RowOrder:
         self.idx_mapping[:] = NO_INDEX
         self.row_of_index: Int64[np.ndarray, "I"] = np.full(len(idx_mapping), NO_ROW, np.intp)
         self.end = 0
+        self.req_ids: list[str] = []
         self.holes: list[int] = []
         self.version = 0
 
@@ -47,7 +50,7 @@ class RowOrder:
         """These indices give up their rows; those that have none are passed over. (For a few of them.)"""
         holes = self.holes
         for index in indices:
-            row = int(self.row_of_index[index])
+            row = self.row_of_index.item(index)
             if row != NO_ROW:
                 self.row_of_index[index] = NO_ROW
                 self.idx_mapping[row] = NO_INDEX
@@ -66,18 +69,25 @@ class RowOrder:
         self.holes.sort()
         self.version += 1
 
-    def take(self, indices: Sequence[int] | Int64[np.ndarray, "n"]) -> None:
-        """Rows for indices that have none."""
+    def take(self, indices: Sequence[int], req_ids: Sequence[str]) -> None:
+        """Rows for indices that have none, and whose they are."""
         n = len(indices)
         rows, self.holes = self.holes[:n], self.holes[n:]
         more = n - len(rows)
         if more:
             rows += range(self.end, self.end + more)
             self.end += more
-        at = np.array(rows, np.intp)
-        self.idx_mapping[at] = indices
-        self.row_of_index[indices] = at
+            self.req_ids += [""] * more
         self.version += 1
+        if n <= _FEW:
+            for row, index in zip(rows, indices, strict=True):
+                self.idx_mapping[row] = index
+                self.row_of_index[index] = row
+        else:
+            self.idx_mapping[rows] = indices
+            self.row_of_index[indices] = rows
+        for row, req_id in zip(rows, req_ids, strict=True):
+            self.req_ids[row] = req_id
 
     def condense(self) -> None:
         """The last rows move into the holes, until rows 0..num_rows-1 are all in use."""
@@ -86,11 +96,14 @@ class RowOrder:
         end = self.num_rows
         holes = self.holes[: bisect_left(self.holes, end)]
         if holes:
-            tail = self.idx_mapping[end : self.end][::-1]
-            moved = tail[tail != NO_INDEX]
+            sources = (self.idx_mapping[end : self.end] != NO_INDEX).nonzero()[0][::-1] + end
+            moved = self.idx_mapping[sources]
             self.idx_mapping[holes] = moved
             self.row_of_index[moved] = holes
+            for hole, source in zip(holes, sources.tolist(), strict=True):
+                self.req_ids[hole] = self.req_ids[source]
         self.idx_mapping[end : self.end] = NO_INDEX
+        del self.req_ids[end:]
         self.end, self.holes = end, []
         self.version += 1
 
@@ -106,4 +119,5 @@ class RowOrder:
         indices = self.idx_mapping[:n][np.asarray(order, np.intp)]
         self.idx_mapping[:n] = indices
         self.row_of_index[indices] = np.arange(n)
+        self.req_ids = [self.req_ids[i] for i in order]
         self.version += 1

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from jaxrunner.batch.buffers import StepViews
+from jaxrunner.batch.buffers import LayoutViews, StepViews
 from jaxrunner.batch.input_batch import InputBatch
 from jaxrunner.batch.spec_decode import SpecDecodeMetadata, spec_decode_metadata
 from jaxrunner.shapes import StepLayout, StepShape
@@ -38,11 +38,12 @@ class StepInputs:
         entered: request indices whose sampling record has to be uploaded before it.
     """
 
-    def __init__(self, batch: InputBatch, layout: StepLayout, shape: StepShape, views: StepViews) -> None:
-        self.layout, self.shape, self._views = layout, shape, views
-        self.buffer: Int32[np.ndarray, "size"] = views["buffer"]
-        self.names = batch.names
-        self.req_ids = self.names.req_ids
+    def __init__(self, batch: InputBatch, layout: StepLayout, shape: StepShape, views: LayoutViews) -> None:
+        self.layout, self.shape = layout, shape
+        self._views: StepViews = views
+        self.buffer: Int32[np.ndarray, "size"] = views.buffer
+        self.names = names = batch.names
+        self.req_ids = names.req_ids
         self.overflow: list[TableUpdates] = []
         self.entered: list[int] = []
         self._block_table, self._token_row_stride = batch.block_table, batch.token_row_stride

@@ -14,11 +14,12 @@ from jaxtyping import Int32, Int64
 
 from jaxrunner.batch.block_table import map_to_kernel_blocks
 from jaxrunner.batch.input_batch import InputBatch
-from jaxrunner.batch.packing import lookup, pack, pack_equal, pack_indices
+from jaxrunner.batch.packing import TOKENS_ROOM, equal, lookup, pack, pack_equal, pack_indices, pack_tokens, packer
 from jaxrunner.batch.request_state import NO_INDEX, CachedRequestState
 from jaxrunner.protocol import BlockIds, SchedulerOutput, TokenIds
 
 _NONE = np.zeros(0, np.intp)
+_FEW_DRAFTS = 24  # lists of drafts up to which it is faster to chain them
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ class StepPlan:
     states: list[CachedRequestState]
     tokens: list[Int32[np.ndarray, "tokens"]]
     staged: Int32[np.ndarray, "tokens"]
-    words: Int32[np.ndarray, "entering words"]
+    words: list[bytes]
     drafts: Drafts | None
 
 
@@ -107,7 +108,7 @@ def read_plan(batch: InputBatch, so: SchedulerOutput) -> StepPlan:
             ``jaxrunner.batch.malformed`` finds the words for each of these.
     """
     plan, cached, new = StepPlan(), so.scheduled_cached_reqs, so.scheduled_new_reqs
-    plan.num_cached = k = len(cached.req_ids)
+    plan.num_cached = len(cached.req_ids)
     plan.changed = bool(
         new
         or so.finished_req_ids
@@ -121,18 +122,7 @@ def read_plan(batch: InputBatch, so: SchedulerOutput) -> StepPlan:
         plan.ids, plan.indices = batch.scheduled_ids, batch.scheduled_indices
         plan.returning = _NONE
         plan.states, plan.tokens = [], []
-    _read_counts(batch, so, plan)
-    computed: Sequence[int] = cached.num_computed_tokens
-    if new:
-        computed = [*computed, *[data.num_computed_tokens for data in new]]
-    if len(computed) != len(plan.ids):
-        raise ValueError("num_computed_tokens")
-    plan.computed = pack(batch.reading[0], computed)
-    plan.outputs = None
-    if cached.num_output_tokens and k:
-        plan.outputs = pack(batch.reading[1], cached.num_output_tokens)
-        if len(plan.outputs) != k:
-            raise ValueError("num_output_tokens")
+    _read_numbers(batch, so, plan)
     _read_blocks(batch, so, plan)
     plan.drafts = _read_drafts(batch, so, plan) if so.scheduled_spec_decode_tokens else None
     return plan
@@ -141,6 +131,8 @@ def read_plan(batch: InputBatch, so: SchedulerOutput) -> StepPlan:
 def _read_members(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
     cached, new, index_of = so.scheduled_cached_reqs, so.scheduled_new_reqs, batch.index_of
     plan.ids = cached.req_ids + [data.req_id for data in new] if new else cached.req_ids.copy()
+    if len(plan.ids) > batch.max_num_reqs:
+        raise ValueError("max_num_reqs")
     plan.all_indices = np.empty(len(plan.ids), np.intp)
     indices = pack_indices(plan.all_indices, lookup(index_of, cached.req_ids))
     plan.returning = _NONE
@@ -176,12 +168,12 @@ def _read_entering(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> No
     plan.states, plan.tokens = states, []
     if not states:
         return
-    staging, at = batch.staging.of(sum(map(len, sources))), 0
+    staging, at = batch.staging.of(sum(map(len, sources)) + TOKENS_ROOM), 0
     for tokens in sources:
         if isinstance(tokens, np.ndarray):
             plan.tokens.append(_as_int32(tokens))
         else:
-            plan.tokens.append(pack(staging, tokens, at))
+            plan.tokens.append(pack_tokens(staging, tokens, at))
             at += len(tokens)
     plan.staged = staging[:at]
     plan.words = batch.words_of(states, plan.tokens)
@@ -198,23 +190,34 @@ def _as_int32(tokens: np.ndarray) -> Int32[np.ndarray, "n"]:
     return out
 
 
-def _read_counts(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
-    scheduled, ids = so.num_scheduled_tokens, plan.ids
+def _read_numbers(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
+    """Scheduled, computed and output tokens, packed in one call."""
+    scheduled, cached, ids, k = so.num_scheduled_tokens, so.scheduled_cached_reqs, plan.ids, plan.num_cached
     n = len(ids)
     if len(scheduled) != n:
         raise KeyError("num_scheduled_tokens")
-    plan.each, plan.counts, plan.in_order = 0, None, None
-    if not n:
-        plan.counts = np.zeros(0, np.int32)
-        return
     counts: Sequence[int] = list(scheduled.values())
-    if counts.count(counts[0]) == n and type(counts[0]) is int and counts[0] > 0:
-        plan.each = counts[0]
-        return
-    plan.in_order = list(scheduled) == ids
-    if not plan.in_order:
-        counts = lookup(scheduled, ids)
-    plan.counts = pack(batch.reading[2], counts)
+    plan.each, plan.counts, plan.in_order = 0, None, None
+    if n and counts.count(counts[0]) == n and type(counts[0]) is int and counts[0] > 0:
+        plan.each, counts = counts[0], ()
+    else:
+        plan.in_order = list(scheduled) == ids
+        if not plan.in_order:
+            counts = lookup(scheduled, ids)
+    computed, outputs = cached.num_computed_tokens, cached.num_output_tokens
+    entering = [data.num_computed_tokens for data in so.scheduled_new_reqs] if n > k else ()
+    if len(computed) != k:
+        raise ValueError("num_computed_tokens")
+    if not k:
+        outputs = []
+    elif outputs and len(outputs) != k:
+        raise ValueError("num_output_tokens")
+    reading, behind = batch.reading, n + len(outputs)
+    packer(behind + len(counts))(reading, 0, *computed, *entering, *outputs, *counts)
+    plan.computed = reading[:n]
+    plan.outputs = reading[n:behind] if outputs else None
+    if not plan.each:
+        plan.counts = reading[behind : behind + n]
 
 
 def _read_blocks(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None:
@@ -225,25 +228,28 @@ def _read_blocks(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None
     if blocks.count(None) == k and len(plan.ids) == k:
         return
     positions = list(compress(range(k), blocks))
-    brought: list[BlockIds] = [b for b in blocks if b]
+    brought: list[BlockIds] = list(filter(None, blocks))
     if len(plan.ids) > k:
         positions += range(k, len(plan.ids))
         brought += [data.block_ids for data in so.scheduled_new_reqs]
     plan.growing = pack_indices(np.empty(len(positions), np.intp), positions)
-    groups = list(zip(*brought, strict=True)) if len(batch.block_table) > 1 else [[ids for (ids,) in brought]]
-    if brought and len(groups) != len(batch.block_table):
+    tables = batch.block_table.tables
+    if len(tables) == 1:
+        plan.blocks = [_flat([ids for (ids,) in brought], tables[0].ratio)]
+        return
+    groups = list(zip(*brought, strict=True))
+    if brought and len(groups) != len(tables):
         raise ValueError("cache groups")
-    plan.blocks = [_flat(lists, table.ratio) for lists, table in zip(groups, batch.block_table.tables, strict=False)]
+    plan.blocks = [_flat(lists, table.ratio) for lists, table in zip(groups, tables, strict=False)]
 
 
 def _flat(lists: Sequence[Sequence[int]], ratio: int) -> NewBlocks:
-    counts = list(map(len, lists))
-    single = counts.count(1) == len(lists)  # a decode gets one
-    ids = [block for (block,) in lists] if single else list(chain.from_iterable(lists))
-    lengths = None if single else counts
+    ids = list(chain.from_iterable(lists))
     flat = pack(np.empty(len(ids), np.int32), ids)
+    counts = list(map(len, lists))
+    lengths = None if counts.count(1) == len(counts) else counts  # a decode gets one
     if ratio > 1:
-        lengths = [ratio * n for n in lengths] if lengths else [ratio] * len(lists)
+        lengths = [ratio * n for n in counts]
         flat = map_to_kernel_blocks(flat, ratio)
     return NewBlocks(flat, lengths)
 
@@ -252,17 +258,23 @@ def _read_drafts(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> Draf
     drafts, ids = so.scheduled_spec_decode_tokens, plan.ids
     lists = list(drafts.values())
     counts = list(map(len, lists))
+    each, tokens = 0, None
     if list(drafts) == ids:
         positions = batch.ascending[: len(ids)]
-        each = counts[0] if counts.count(counts[0]) == len(ids) else 0
+        if counts.count(counts[0]) == len(ids):
+            each = counts[0]
     else:
         position = {req_id: i for i, req_id in enumerate(ids)}
         found = lookup(position, list(drafts))
-        positions, each = pack_indices(np.empty(len(found), np.intp), found), 0
-    if not any(counts):
+        positions = pack_indices(np.empty(len(found), np.intp), found)
+    if each:
+        lengths = equal(len(counts), each)
+        tokens = pack_equal(lists, each) if len(counts) > _FEW_DRAFTS else None
+    elif any(counts):
+        lengths = pack(np.empty(len(counts), np.int32), counts)
+    else:
         return None
-    tokens = pack_equal(lists, each) if each else None
     if tokens is None:
         flat = list(chain.from_iterable(lists))
         tokens = pack(np.empty(len(flat), np.int32), flat)
-    return Drafts(positions, pack(np.empty(len(counts), np.int32), counts), each, tokens)
+    return Drafts(positions, lengths, each, tokens)

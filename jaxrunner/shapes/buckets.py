@@ -94,6 +94,11 @@ class StepShapes:
         return 1 + self.num_speculative_tokens
 
     @cached_property
+    def separates(self) -> bool:
+        """``Policy.separates``; kept, since every step asks."""
+        return self.policy.separates
+
+    @cached_property
     def layouts(self) -> dict[int, StepLayout]:
         """The upload's layout per token bucket."""
         return {t: self._layout(t, self.rows(t)) for t in self.tokens}

@@ -1,8 +1,9 @@
 """Where a request's tokens come from, and which features a step is told to need."""
 
+import numpy as np
 import pytest
 
-from jaxrunner.batch import InputBatch, prepare_inputs, update_states
+from jaxrunner.batch import InputBatch, prepare_inputs, record_sampled, update_states
 from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
 from jaxrunner.sampling_columns import FILTERED, HELD_BACK, RANDOM
 from jaxrunner.sampling_params import SamplingParams
@@ -14,8 +15,7 @@ def batch_with(params: SamplingParams | None = None, tokens: int = 3) -> InputBa
     b = InputBatch(max_num_reqs=2, max_model_len=16, max_num_batched_tokens=16, vocab_size=100, block_sizes=(4,))
     new = NewRequestData("A", list(range(1, tokens + 1)), ([1],), 0, params)
     update_states(b, SchedulerOutput([new], num_scheduled_tokens={"A": tokens}, total_num_scheduled_tokens=tokens))
-    index = b.requests["A"].request_index
-    b.token_ids[index, tokens], b.num_tokens[index] = 7, tokens + 1
+    record_sampled(b, np.array([[7]], np.int32))
     return b
 
 
