@@ -249,6 +249,8 @@ def _parts(prompt: Any) -> tuple[str | None, Any, str | None]:
     problem = None
     if unknown:
         problem = f"a prompt given as a dict has the keys {list(_PROMPT_KEYS)}, got {unknown}"
+        if "role" in unknown:
+            problem += ": for messages there is chat()"
     elif text is None and ids is None:
         problem = "a prompt given as a dict needs 'prompt' or 'prompt_token_ids'"
     elif text is not None and not isinstance(text, str):

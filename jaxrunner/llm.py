@@ -163,7 +163,8 @@ class LLM:
         """Continues conversations, written as text by the model's chat template.
 
         Args:
-            messages: a conversation, [{"role": "user", "content": "..."}, ...], or a list of conversations.
+            messages: a conversation, [{"role": "user", "content": "..."}, ...], or a list of conversations. Of a
+                content in parts, those of type "text" are served; they become lines.
             add_generation_prompt: end with the words that open the assistant's turn.
             chat_template: a Jinja template to use instead of the model's.
             chat_template_kwargs: further names that the template reads.

@@ -53,13 +53,14 @@ class ChatTemplate:
         """The conversation as the model's prompt text.
 
         Args:
-            messages: dicts with at least a "role"; what else they hold is between caller and template.
+            messages: dicts with at least a "role"; what else they hold is between caller and template. A "content"
+                in parts, [{"type": "text", "text": "..."}, ...], becomes one text, a line a part.
             add_generation_prompt: end with the words that open the assistant's turn.
             tools: JSON schemas of functions that the model may call.
             variables: whatever else the template reads, such as bos_token or enable_thinking.
 
         Raises:
-            TemplateError: the messages are malformed; or the template doesn't parse, calls raise_exception (its
+            TemplateError: the messages are malformed, or hold parts that are no text; or the template doesn't parse, calls raise_exception (its
                 message is quoted), fails, reaches for something that the sandbox forbids, or makes something huge.
         """
         known = {
@@ -91,6 +92,8 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
+        if not isinstance(self.source, str):
+            raise TemplateError(f"{self.where} must be a text, got {self.source!r:.100}")
         try:
             return _environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
@@ -270,7 +273,24 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise TemplateError(f"message {number} must be a dict with a 'role', got {message!r:.100}")
-    return _plain(list(messages), "messages")
+    return [_with_text(message, number) for number, message in enumerate(_plain(list(messages), "messages"))]
+
+
+def _with_text(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """The message with its content in one piece, as every text model's template takes it.
+
+    Few templates look whether it is a list; the others would print it, brackets, braces and all.
+    """
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise TemplateError(
+                f"message {number} has a part of its content that is no text: only parts like"
+                f" {{'type': 'text', 'text': '...'}} are served, got {part!r:.100}"
+            )
+    return message | {"content": "\n".join(part["text"] for part in parts)}
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

@@ -71,9 +71,13 @@ class Checkpoint:
         return self._make_tokenizer()
 
     def eos_token_ids(self, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-        """All ids that end a text: those of config, generation_config and tokenizer (its own or another) together."""
+        """All ids that end a text: those of config, generation_config and tokenizer (its own or another) together.
+
+        Ids beyond the vocabulary, which some configurations name, are left out: the model can't produce them.
+        """
         own = tokenizer.eos_token_ids if tokenizer else ()
-        return tuple(dict.fromkeys((*self.config.eos_token_ids, *own)))
+        known = dict.fromkeys((*self.config.eos_token_ids, *own))
+        return tuple(index for index in known if index < self.config.vocab_size)
 
     @property
     def names(self) -> list[str]:

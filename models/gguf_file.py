@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike
 from models.errors import CheckpointError
 from models.flat_view import flat_view
 from models.gguf_header import GGUFTensor, HeaderParser, block_sizes
+from models.regular_file import check_regular
 
 # Tensors are dequantised this many values at a time: the temporaries stay small whatever the tensor's size. With four
 # times as many, the allocator gets fresh pages from the system each time, and loading takes half as long again.
@@ -70,6 +71,7 @@ def read_gguf(path: str | Path) -> GGUFFile:
     """
     path = Path(path)
     try:
+        check_regular(path)
         if path.is_file() and path.stat().st_size == 0:
             raise CheckpointError(f"{path}: is empty")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

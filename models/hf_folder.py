@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from models.errors import CheckpointError
+from models.regular_file import check_regular
 from models.safetensors_file import SafetensorsFile, read_safetensors, stored_alike
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -23,6 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: missing, unreadable, not JSON, not an object.
     """
     try:
+        check_regular(path)
         if path.stat().st_size > _MAX_JSON:
             raise CheckpointError(f"{path}: is larger than {_MAX_JSON >> 20} MiB, that is no {path.name}")
         value = json.loads(path.read_text(encoding="utf-8"))

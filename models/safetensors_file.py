@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike
 
 from models.errors import CheckpointError
 from models.flat_view import flat_view
+from models.regular_file import check_regular
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -120,6 +121,7 @@ def read_safetensors(path: str | Path) -> SafetensorsFile:
     """
     path = Path(path)
     try:
+        check_regular(path)
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)

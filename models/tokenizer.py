@@ -135,7 +135,8 @@ class Tokenizer:
 
     def _pick_template(self, chosen: str | None, with_tools: bool) -> ChatTemplate:
         if chosen is not None:
-            return self._templates.get(chosen) or ChatTemplate(chosen, "the chat_template that was passed")
+            named = self._templates.get(chosen) if isinstance(chosen, str) else None
+            return named or ChatTemplate(chosen, "the chat_template that was passed")
         if with_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" in self._templates:

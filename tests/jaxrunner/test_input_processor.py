@@ -95,6 +95,7 @@ def test_text_and_ids_and_both():
         (None, {}, "a prompt must be"),
         (np.array([1.0]), {}, "a prompt must be"),
         ({"text": "a"}, {}, r"keys.*got \['text'\]"),
+        ({"role": "user", "content": "a"}, {}, r"got \['role', 'content'\]: for messages there is chat\(\)"),
         ({}, {}, "needs 'prompt' or 'prompt_token_ids'"),
         ({"prompt": 3}, {}, "'prompt' must be a text"),
         ({"messages": [{"role": "user", "content": "a"}], "prompt": "a"}, {}, "'messages' stands alone"),

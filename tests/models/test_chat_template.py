@@ -199,6 +199,27 @@ def test_malformed_messages(messages, words):
         render("{{ messages }}", messages)
 
 
+def test_content_in_parts_is_text_in_lines():
+    parts = [{"type": "text", "text": "Look:"}, {"type": "text", "text": "[1]"}]
+    assert render("{{ messages[0].content }}|", [{"role": "user", "content": parts}]) == "Look:\n[1]|"
+    assert render("{{ messages[0].content }}|", [{"role": "user", "content": []}]) == "|"
+    assert parts[0] == {"type": "text", "text": "Look:"}
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"text": "no type"}, {"type": "text"}, "bare", 7]
+)
+def test_a_part_that_is_no_text_is_refused(part):
+    messages = [HELLO[0], {"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
+    with pytest.raises(TemplateError, match="message 1 has a part of its content that is no text: only parts like"):
+        render("{{ messages }}", messages)
+
+
+def test_a_template_must_be_a_text():
+    with pytest.raises(TemplateError, match="the chat template must be a text, got 7"):
+        render(7)
+
+
 def test_tools_must_be_schemas():
     with pytest.raises(TemplateError, match="describe a tool by its JSON schema"):
         render("{{ tools }}", tools=[print])

@@ -183,7 +183,6 @@ def test_another_dtype_is_refused(tmp_path):
         load_params(open_checkpoint(folder), "float16")
 
 
-# For each checkpoint, what the process's peak memory grew by, as a multiple of the finished parameters.
 def test_old_rope_buffers_are_passed_over(tmp_path):
     tensors = random_tensors(CONFIGS["llama"]) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, "f4")}
     load_params(open_checkpoint(write_folder(tmp_path, CONFIGS["llama"], tensors)))
@@ -252,3 +251,25 @@ def test_peak_memory_is_under_1_3_times_the_weights(tmp_path):
     assert run.returncode == 0, run.stderr
     ratios = [float(line) for line in run.stdout.split()]
     assert len(ratios) == 4 and all(0.9 < ratio < 1.3 for ratio in ratios), ratios
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name):
+    folder = write_folder(tmp_path / "folder", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}: is a pipe, a socket or a device, expected a file"):
+        _ = open_checkpoint(folder).tokenizer
+
+
+def test_a_pipe_and_a_device_are_no_gguf_file(tmp_path):
+    os.mkfifo(tmp_path / "m.gguf")
+    for path in (tmp_path / "m.gguf", Path("/dev/zero")):
+        with pytest.raises(CheckpointError, match="is a pipe, a socket or a device"):
+            open_checkpoint(path)
+
+
+def test_end_ids_beyond_the_vocabulary_are_left_out(tmp_path):
+    folder = write_folder(tmp_path, CONFIGS["llama"] | {"eos_token_id": [7, 320]}, random_tensors(CONFIGS["llama"]))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [99999, 319]}))
+    assert open_checkpoint(folder).eos_token_ids(None) == (7, 319)

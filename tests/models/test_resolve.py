@@ -89,8 +89,14 @@ def test_an_unreachable_hub_is_one_clear_error(monkeypatch):
         resolve_model("org/name")
 
 
+@pytest.mark.parametrize("name", [None, 7, b"org/name"])
+def test_what_is_no_name_at_all(name):
+    with pytest.raises(ModelNotFoundError, match="a model must be named by a string or a path, got"):
+        resolve_model(name)
+
+
 @pytest.mark.parametrize(
-    "name", ["", "nonesuch", "./org/name", "/nowhere/model", "absent/model.gguf", "a/b/c", "a b/c"]
+    "name", ["", "nonesuch", "./org/name", "/nowhere/model", "absent/model.gguf", "a/b/c", "a b/c", "x" * 5000, "a\0b"]
 )
 def test_anything_else_never_asks_the_hub(name, monkeypatch):
     monkeypatch.setattr(models.resolve, "_from_hub", lambda repo: pytest.fail("asked the hub"))

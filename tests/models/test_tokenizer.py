@@ -346,6 +346,15 @@ def test_templates_come_from_files_lists_and_arguments(tmp_path, backend):
     assert tokenizer.apply_chat_template(messages, chat_template="rag") == "rag"
 
 
+def test_templates_that_are_none_are_named(tmp_path, backend):
+    tokenizer = folder_tokenizer(write_tokenizer(tmp_path, backend))
+    with pytest.raises(TemplateError, match=r"the chat_template that was passed must be a text, got \['x'\]"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=["x"])
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match="chat_template.jinja: isn't UTF-8"):
+        folder_tokenizer(tmp_path)
+
+
 def test_a_folder_without_tokenizer_or_with_an_older_format(tmp_path):
     assert folder_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.model").write_bytes(b"")
