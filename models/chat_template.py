@@ -60,8 +60,9 @@ class ChatTemplate:
             variables: whatever else the template reads, such as bos_token or enable_thinking.
 
         Raises:
-            TemplateError: the messages are malformed, or hold parts that are no text; or the template doesn't parse, calls raise_exception (its
-                message is quoted), fails, reaches for something that the sandbox forbids, or makes something huge.
+            TemplateError: the messages are malformed, or hold parts that are no text; or the template doesn't parse,
+                calls raise_exception (its message is quoted), fails, reaches for something that the sandbox forbids, or
+                makes something huge.
         """
         known = {
             "messages": _checked_messages(messages),

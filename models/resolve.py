@@ -24,8 +24,8 @@ def resolve_model(name: str | Path) -> Path:
     """
     if not isinstance(name, str | os.PathLike):
         raise ModelNotFoundError(
-            f"a model must be named by a string or a path, got {name!r:.100}: a folder, a .gguf file, a hub id org/name "
-            f"or a fetched name such as {DEFAULT_MODEL!r}"
+            f"a model must be named by a string or a path, got {name!r:.100}: a folder, a .gguf file, a hub id org/name"
+            f" or a fetched name such as {DEFAULT_MODEL!r}"
         )
     text = str(name)
     path = Path(name).expanduser()
