@@ -1,10 +1,15 @@
 """scripts/compile_step.py: a whole step, really compiled for a GPU, and its figures."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from scripts import compile_step
+from tests.scripts.gpu.two_layers import IMPLEMENTATIONS, MODELS
+
+MOST_LAUNCHES = 11  # of a layer, the merge of divided keys among them
 
 
 def test_a_small_step(gpu_compiler, tmp_path, capsys):
@@ -20,6 +25,19 @@ def test_a_small_step(gpu_compiler, tmp_path, capsys):
     assert figures["temp_bytes"] > 0 and figures["compile_s"] > 0
     assert figures["cache_bytes"] == 4 * 64 * 16 * 2 * 64 * 2
     assert "compiled for h200, not run" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_layer_has_few_launches_and_its_caches_stay_in_place(gpu_compiler, tmp_path):
+    """Published 8B models, two layers of each, with both attentions of a Hopper GPU."""
+    command = [sys.executable, "-m", "tests.scripts.gpu.two_layers", str(tmp_path)]
+    done = subprocess.run(command, env=gpu_compiler.environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(row["model"], row["implementation"]) for row in rows] == [(m, i) for m in MODELS for i in IMPLEMENTATIONS]
+    for row in rows:
+        assert row["layers"] == 2
+        assert 8 <= len(row["between"]) <= MOST_LAUNCHES, row
+        assert row["copies"] == [] and row["aliased"] == row["caches"] == 4, row
 
 
 def test_a_refusal_is_the_users_to_read(gpu_compiler, capsys):
