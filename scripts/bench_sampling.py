@@ -4,6 +4,9 @@
 Logits are random, parameters and token histories as a running batch has them. One program serves all lines: a feature
 is a branch that a batch-wide flag takes. The base is a batch that samples with a temperature and nothing else. All
 lines are measured in turns, so that whatever the machine does meanwhile, it does to all of them.
+
+Two features have a part on the host, beside the step: grammars (the masks of the next tokens, which llguidance fills in
+parallel) and log probabilities. That is a table of its own, in milliseconds a step.
 """
 
 from __future__ import annotations
@@ -37,6 +40,9 @@ from jaxrunner.step import (  # noqa: E402
     packed_logprobs,
     sample,
 )
+from models.checkpoint import open_checkpoint  # noqa: E402
+from models.resolve import resolve_model  # noqa: E402
+from scripts.host_bench import features  # noqa: E402
 
 EOS = (0, 1)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -59,6 +65,10 @@ NOT_TOGETHER = ("greedy",)  # all the others are, in the line "all"
 
 def main() -> None:
     args = parse_args()
+    host = {name: statistics.median(times) for name, times in measure_host(args).items()}
+    if args.host_only:
+        show(args, {}, host)
+        return
     lines = FEATURES | {"all": all_together()}
     run = {name: prepare(args, fields) for name, fields in lines.items()}
     run[WITHOUT] = prepare(args, FEATURES[BASE], branches=False)
@@ -76,15 +86,39 @@ def main() -> None:
         }
         for name, times in seconds.items()
     }
+    show(args, report, host)
+
+
+def show(args: argparse.Namespace, report: dict[str, dict[str, float]], host: dict[str, float]) -> None:
+    device = jax.devices()[0].device_kind
     if args.json:
-        print(json.dumps({"device": jax.devices()[0].device_kind, **vars(args), "lines": report}, indent=2))
+        in_ms = {name: 1e3 * seconds for name, seconds in host.items()}
+        print(json.dumps({"device": device, **vars(args), "lines": report, "host_ms": in_ms}, indent=2))
         return
-    table = Table(title=f"sampler, {args.rows} rows x {args.vocab} tokens, {jax.devices()[0].device_kind}")
+    table = Table(title=f"sampler, {args.rows} rows x {args.vocab} tokens, {device}")
     for header in ("every row has", "ms", f"to {BASE} alone"):
         table.add_column(header, justify="left" if header == "every row has" else "right")
     for name, line in report.items():
         table.add_row(name, f"{line['ms']:.1f}", f"{line['ratio']:.2f}")
+    if report:
+        Console().print(table)
+    table = Table("every row has", "ms", title=f"host, {args.rows} rows, a step")
+    for name, seconds in host.items():
+        table.add_row(name, f"{1e3 * seconds:.2f}")
     Console().print(table)
+
+
+def measure_host(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each of the host's lines, in turns."""
+    tokenizer = None if args.tokenizer is None else open_checkpoint(resolve_model(args.tokenizer)).tokenizer
+    run = features.lines(args.rows, args.vocab, args.logprobs, tokenizer)
+    seconds: dict[str, list[float]] = {name: [] for name in run}
+    for _ in range(args.host_rounds):
+        for name, step in run.items():
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 def all_together() -> dict[str, Any]:
@@ -164,6 +198,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--spread", type=float, default=1.5, help="spread of the random logits (default: 1.5)")
     parser.add_argument("--logprobs", type=int, default=20, help="most likely tokens a row (default: 20)")
     parser.add_argument("--rounds", type=int, default=9, help="times each line is measured (default: %(default)s)")
+    parser.add_argument("--host-rounds", type=int, default=60, help="times each of the host's lines is (default: 60)")
+    parser.add_argument("--host-only", action="store_true", help="the host's table alone")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="whose vocabulary grammars have (default: a made one)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args()
 
