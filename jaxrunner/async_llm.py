@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from jaxrunner.loading import LoadedModel
 from jaxrunner.outputs import CompletionOutput, RequestOutput
 from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
 from jaxrunner.shared_engine import Inbox, Submission, checked_output
+from models import Decoder
 from models.registry import DEFAULT_MODEL
 from models.tokenizer import Tokenizer
 
@@ -95,6 +96,10 @@ class AsyncLLM:
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         """See ``LLM.reset_prefix_cache``."""
         await asyncio.to_thread(self.llm.reset_prefix_cache, reset_running_requests)
+
+    async def update_weights(self, weights: Decoder | Mapping[str, Any], reset_running_requests: bool = True) -> None:
+        """See ``LLM.update_weights``."""
+        await asyncio.to_thread(self.llm.update_weights, weights, reset_running_requests)
 
     async def stats(self) -> EngineStats:
         """How busy the engine is, and how well the prefix cache does."""

@@ -229,12 +229,11 @@ class Engine:
             raise
         self.dead = None
 
-    def update_weights(self, weights: Any) -> None:
-        """Replaces the model's weights and resets the prefix cache; see ``LLM.update_weights``."""
-        if self.has_unfinished_requests():
-            raise RuntimeError("there are unfinished requests: let them finish or abort them first")
+    def update_weights(self, weights: Any, reset_running_requests: bool = True) -> None:
+        """Replaces the model's weights between two steps and resets the prefix cache; see ``LLM.update_weights``."""
+        self._check_alive()
         self.runner.update_params(weights)
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache(reset_running_requests)
 
     def stats(self) -> EngineStats:
         """How busy it is, and how well the prefix cache does."""

@@ -247,18 +247,21 @@ class LLM:
         """
         self.shared.call(lambda: self.engine.scheduler.reset_prefix_cache(reset_running_requests))
 
-    def update_weights(self, weights: Decoder | Mapping[str, Any]) -> None:
+    def update_weights(self, weights: Decoder | Mapping[str, Any], reset_running_requests: bool = True) -> None:
         """Replaces the model's weights in place, between two steps: nothing recompiles, and the prefix cache is reset.
+
+        Requests that other threads run keep the tokens they have, and take their next ones from the new weights.
 
         Args:
             weights: a Decoder; arrays by the names in ``runner.functions.graphdef.names``, some or all; or all tensors
                 of a checkpoint by their Hugging Face names. They are copied.
+            reset_running_requests: requests that run are computed again from their first token on, so that all of
+                their keys and values are the new weights'. False: they go on with those they have, the old weights'.
 
         Raises:
-            ValueError: they don't fit the model, each misfit named; the old ones stay.
-            RuntimeError: there are unfinished requests, whose keys and values are the old weights'.
+            ValueError: they don't fit the model, each misfit named; the old ones stay, and nothing is reset.
         """
-        self.shared.call(lambda: self.engine.update_weights(weights))
+        self.shared.call(lambda: self.engine.update_weights(weights, reset_running_requests))
 
     def stats(self) -> EngineStats:
         """How busy the engine is, and how well the prefix cache does."""
