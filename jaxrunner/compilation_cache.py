@@ -18,6 +18,9 @@ def use_compilation_cache(folder: Path | str | Literal[False] | None) -> None:
     Args:
         folder: None: the folder JAX is set to already, else one in the user's cache folder. False: leave JAX alone.
 
+    Raises:
+        ValueError: the folder can't be made.
+
     JAX decides once, at the first compilation, whether there is a cache; an array made before would settle it. So the
     decision is reset here. Its thresholds (one second, some bytes) would keep most programs of a small model out.
     """
@@ -30,7 +33,12 @@ def use_compilation_cache(folder: Path | str | Literal[False] | None) -> None:
     path = Path(folder) if folder is not None else platformdirs.user_cache_path("jaxrunner") / "compiled"
     if jax.config.jax_compilation_cache_dir == str(path):
         return
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"compilation_cache: the folder {path} can't be made ({error.strerror}): name another one, or False for none"
+        ) from None
     jax.config.update("jax_compilation_cache_dir", str(path))
     compilation_cache.reset_cache()
 

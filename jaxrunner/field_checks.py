@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,15 @@ def check_fields(config: object, rules: Mapping[str, Rule]) -> None:
         value = getattr(config, name)
         if not rule.holds(value):
             raise ValueError(f"{name} must be {rule.expected}, got {value!r}")
+
+
+def likely(names: Iterable[str], known: Iterable[str]) -> str:
+    """Names that there are not, each with the one that was likely meant."""
+    known, parts = sorted(known), []
+    for name in names:
+        close = difflib.get_close_matches(name, known, n=1)
+        parts.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    return ", ".join(parts)
 
 
 def is_integer(value: Any) -> bool:
@@ -65,10 +75,13 @@ FRACTION = Rule(
     "a number in (0, 1]",
 )
 NUM_BLOCKS = or_none(Rule(integer(2).holds, "an integer of at least 2 (one block is the null block)"))
-FILE = Rule(lambda value: isinstance(value, str | Path), "a file")
+FILE = Rule(
+    lambda value: isinstance(value, str | Path) and not Path(value).is_dir() and Path(value).absolute().parent.is_dir(),
+    "a file in a folder that exists",
+)
 PLAIN_FILE = Rule(
     lambda value: FILE.holds(value) and not str(value).endswith(".gz"),
-    "a file whose name doesn't end in .gz (it is written uncompressed)",
+    f"{FILE.expected}, whose name doesn't end in .gz (it is written uncompressed)",
 )
 CACHE_FOLDER = Rule(
     lambda value: value is None or value is False or isinstance(value, str | Path), "a folder, None or False"

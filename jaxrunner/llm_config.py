@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,11 +176,7 @@ class LLMConfig:
 def unknown_options(names: Iterable[str], known: Iterable[str]) -> TypeError:
     """The error for keywords that ``LLM`` does not have: names them, the likeliest ones meant, and all there are."""
     known = sorted(known)
-    parts = []
-    for name in names:
-        close = difflib.get_close_matches(name, known, n=1)
-        parts.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
-    return TypeError(f"LLM has no option {', '.join(parts)}; its options are {', '.join(known)}")
+    return TypeError(f"LLM has no option {checks.likely(names, known)}; its options are {', '.join(known)}")
 
 
 def tuples(value: Any) -> Any:

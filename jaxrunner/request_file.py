@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxrunner.field_checks import likely
 from jaxrunner.outputs import RequestOutput
 from jaxrunner.sampling_params import SamplingParams
 
+_BYTE_ORDER_MARK = "\N{BYTE ORDER MARK}"  # some editors begin a file with it
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 _SAMPLING_KEYS = {f.name for f in fields(SamplingParams)}
 
@@ -38,6 +40,8 @@ def read_requests(lines: Iterable[str], defaults: Mapping[str, Any], name: str =
     requests = []
     try:
         for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(_BYTE_ORDER_MARK)
             if not line.strip():
                 continue
             try:
@@ -51,16 +55,17 @@ def read_requests(lines: Iterable[str], defaults: Mapping[str, Any], name: str =
 
 def _request(line: str, defaults: Mapping[str, Any]) -> FileRequest:
     try:
-        values = json.loads(line)
+        values = json.loads(line.rstrip())
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from None
+        raise ValueError(f"not JSON: {error.msg} at column {error.pos + 1}") from None
     if not isinstance(values, dict):
         raise ValueError(f'a line must be an object like {{"prompt": "..."}}, got {line.strip():.60}')
     given = [key for key in _PROMPT_KEYS if values.get(key) is not None]
     if not given or ("messages" in given and len(given) > 1):
         raise ValueError(f"a line needs 'prompt' or 'prompt_token_ids' (or 'messages' alone), got {sorted(values)}")
     if unknown := sorted(values.keys() - _SAMPLING_KEYS - set(_PROMPT_KEYS)):
-        raise ValueError(f"unknown fields {unknown}: beside the prompt, SamplingParams has {sorted(_SAMPLING_KEYS)}")
+        unknown_fields = likely(unknown, [*_PROMPT_KEYS, *_SAMPLING_KEYS])
+        raise ValueError(f"unknown {unknown_fields}: beside the prompt, SamplingParams has {sorted(_SAMPLING_KEYS)}")
     sampling = {key: value for key, value in values.items() if key in _SAMPLING_KEYS}
     return FileRequest({key: values[key] for key in given}, SamplingParams.from_dict({**defaults, **sampling}))
 

@@ -32,13 +32,24 @@ def fetch_model(name: str, progress: Progress | None = None) -> tuple[Path, bool
 
     Raises:
         ModelNotFoundError: no registered model has that name.
-        FetchError: the download failed, a piece is missing, or the joined file isn't the pinned one.
+        FetchError: the download failed, a piece is missing, the joined file isn't the pinned one, or the cache folder
+            can't be written to.
     """
     model = registered(name)
     present = cached_file(name)
     if present is not None:
         return present, False
-    report = progress or (lambda phase, done, total: None)
+    try:
+        return _fetch(model, progress or (lambda phase, done, total: None)), True
+    except OSError as error:
+        raise FetchError(
+            f"{name}: {error.filename or cache_folder()} can't be written to ({error.strerror}); point XDG_CACHE_HOME at"
+            " a folder of yours on a disk with room"
+        ) from error
+
+
+def _fetch(model: RegisteredModel, report: Progress) -> Path:
+    name = model.name
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     _check_space(model, folder)
@@ -55,7 +66,7 @@ def fetch_model(name: str, progress: Progress | None = None) -> tuple[Path, bool
     path = cached_file(name)
     if path is None:
         raise FetchError(f"{name}: the file vanished from {folder / name} right after it was put there; try again")
-    return path, True
+    return path
 
 
 def origin_text(model: RegisteredModel) -> str:

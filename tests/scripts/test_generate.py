@@ -94,7 +94,10 @@ def test_only_refused_requests_is_a_failure(model, capsys):
     [
         (["--prompt", "a", "--temperature", "nan"], "temperature must be a finite number"),
         (["--prompt", "a", "--max-tokens", "0"], "max_tokens must be an integer from 1"),
-        (["--input", "no/such/file"], "No such file"),
+        (["--input", "no/such/file"], "--input no/such/file: can't be read: No such file"),
+        (["--input", "."], "--input .: can't be read: Is a directory"),
+        (["--prompt", "a", "--trace", "no/such/folder/t"], "trace must be a file in a folder that exists or None"),
+        (["--prompt", "a", "--num-blocks", "999999999999"], "a KV cache of 999999999999 blocks takes"),
         (["--prompt", "a", "--json", "no/such/folder/a"], "no such folder"),
         (["--prompt", "a", "--model", "no-such-model"], "can't find the model 'no-such-model'"),
         (["--prompt", "a", "--block-size", "0"], "block_size"),
@@ -112,6 +115,14 @@ def test_a_bad_line_is_named_before_the_model_is_loaded(tmp_path, capsys):
     source.write_text('{"prompt": "a"}\n{"prompt": "a", "max_tokens": 0}\n')
     assert run("no-such-model", "--input", str(source)) == 2
     assert f"{source}, line 2: max_tokens must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_a_file_without_requests_has_no_answers_and_says_so(tmp_path, capsys, text):
+    source, target = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    source.write_text(text)
+    assert run("no-such-model", "--input", str(source), "--json", str(target)) == 0
+    assert capsys.readouterr().err == f"generate: {source} holds no requests\n" and target.read_text() == ""
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -102,3 +103,22 @@ def test_allocated_caches_are_what_the_plan_counted() -> None:
     assert [cache.k.shape for cache in caches] == [cache.v.shape for cache in caches] == [(3, 4, 1, 8), (3, 4, 3, 8)]
     assert sum(array.nbytes for cache in caches for array in cache) == 3 * BLOCK // 2
     assert not any(array.any() for cache in caches for array in cache)
+
+
+def test_more_than_the_machine_has_is_refused_and_not_tried() -> None:
+    words = r"takes \d+\.\d GiB \(1024 bytes each\), and this machine has .* num_gpu_blocks_override"
+    with pytest.raises(ValueError, match=words):
+        allocate_caches(LAYERS, 2**40, 4, jnp.dtype("float32"))
+
+
+def test_what_the_device_has_no_room_for_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise jax.errors.JaxRuntimeError(reason)
+
+    monkeypatch.setattr(jnp, "zeros", full)
+    reason = "RESOURCE_EXHAUSTED: Out of memory"
+    with pytest.raises(ValueError, match="of 3 blocks .* has no room for them: lower num_blocks"):
+        allocate_caches(LAYERS, 3, 4, jnp.dtype("float32"))
+    reason = "INTERNAL: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        allocate_caches(LAYERS, 3, 4, jnp.dtype("float32"))
