@@ -37,7 +37,7 @@ def use_compilation_cache(folder: Path | str | Literal[False] | None) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"compilation_cache: the folder {path} can't be made ({error.strerror}): name another one, or False for none"
+            f"compilation_cache: the folder {path} can't be made ({error.strerror}): name another, or False for none"
         ) from None
     jax.config.update("jax_compilation_cache_dir", str(path))
     compilation_cache.reset_cache()

@@ -43,8 +43,8 @@ def fetch_model(name: str, progress: Progress | None = None) -> tuple[Path, bool
         return _fetch(model, progress or (lambda phase, done, total: None)), True
     except OSError as error:
         raise FetchError(
-            f"{name}: {error.filename or cache_folder()} can't be written to ({error.strerror}); point XDG_CACHE_HOME at"
-            " a folder of yours on a disk with room"
+            f"{name}: {error.filename or cache_folder()} can't be written to ({error.strerror}); point XDG_CACHE_HOME"
+            " at a folder of yours on a disk with room"
         ) from error
 
 
