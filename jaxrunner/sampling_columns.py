@@ -169,12 +169,16 @@ class RecordWriter:
     def __init__(self, record_of: Callable[[str, SamplingParams, int], bytes], engine_seed: int) -> None:
         self._record_of, self._seed_hash = record_of, _seed_hash(engine_seed)
         self._kept: dict[tuple[Any, ...], tuple[bytes, bytes, bytes, int]] = {}
+        self._last: tuple[Any, ...] = ()  # of the keys; requests come in groups, and comparing is faster than hashing
+        self._last_kept: tuple[bytes, bytes, bytes, int] | None = None
 
     def write(self, req_id: str, params: SamplingParams, num_prompt_tokens: int) -> tuple[bytes, int]:
         """A request's record and its feature bits. ValueError as ``record_of``."""
         key = _ALL_FIELDS(params)
         try:
-            kept = self._kept.get(key)
+            if key != self._last or self._last_kept is None:
+                self._last, self._last_kept = key, self._kept.get(key)
+            kept = self._last_kept
         except TypeError:  # a dictionary among the parameters: nothing to look up by
             return self._record_of(req_id, params, num_prompt_tokens), sampling_flags(params)
         if kept is None:

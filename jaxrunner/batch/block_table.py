@@ -137,7 +137,7 @@ class BlockTable:
             for row in rows:
                 self.clear_row(row)
         else:
-            self.table[rows] = NULL_BLOCK_ID
+            self.table[rows, : int(self.num_blocks[rows].max())] = NULL_BLOCK_ID
             self.num_blocks[rows] = 0
 
     def move_row(self, source: int, destination: int) -> None:

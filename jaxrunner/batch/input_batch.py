@@ -159,6 +159,7 @@ class InputBatch:
             scheduled if self.rows_in_order else rows.idx_mapping[:n].astype(np.intp)
         )
         self.row_starts: Int64[np.ndarray, "n"] = self.token_starts[self.row_indices]  # in the flat token table
+        by_row.known[...] = self.num_tokens[self.row_indices]  # kept up by whoever changes either
         by_row.prompt[...] = self.num_prompt_tokens[self.row_indices]
         self.row_flags = int(np.bitwise_or.reduce(self._sampling_flags[self.row_indices]))
         # Tokens before which rows may not stop, if any request at all has such a bound.

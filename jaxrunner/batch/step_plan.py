@@ -20,6 +20,7 @@ from jaxrunner.protocol import BlockIds, SchedulerOutput, TokenIds
 
 _NONE = np.zeros(0, np.intp)
 _FEW_DRAFTS = 24  # lists of drafts up to which it is faster to chain them
+_FEW_TO_SEARCH = 128  # requests up to which it is faster to search them
 
 
 @dataclass(slots=True)
@@ -227,8 +228,7 @@ def _read_blocks(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None
     plan.growing, plan.blocks = _NONE, []
     if blocks.count(None) == k and len(plan.ids) == k:
         return
-    positions = list(compress(range(k), blocks))
-    brought: list[BlockIds] = list(filter(None, blocks))
+    positions, brought = _who_grows(batch, plan, blocks)
     if len(plan.ids) > k:
         positions += range(k, len(plan.ids))
         brought += [data.block_ids for data in so.scheduled_new_reqs]
@@ -241,6 +241,22 @@ def _read_blocks(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None
     if brought and len(groups) != len(tables):
         raise ValueError("cache groups")
     plan.blocks = [_flat(lists, table.ratio) for lists, table in zip(groups, tables, strict=False)]
+
+
+def _who_grows(
+    batch: InputBatch, plan: StepPlan, blocks: Sequence[BlockIds | None]
+) -> tuple[list[int], list[BlockIds]]:
+    """Positions of the cached requests that get blocks, and what they get."""
+    k = plan.num_cached
+    num_growing = k - blocks.count(None)
+    if k > _FEW_TO_SEARCH and plan.each and num_growing < k // 8:
+        # Who runs out of blocks should be them. That it is so is seen sooner than it is found out by searching.
+        table = batch.block_table.tables[0]
+        last = plan.computed[:k] + (plan.each - 1)
+        positions = (last >= table.num_blocks[plan.indices] * table.block_size).nonzero()[0].tolist()
+        if len(positions) == num_growing and None not in (brought := lookup(blocks, positions)):
+            return positions, list(brought)
+    return list(compress(range(k), blocks)), list(filter(None, blocks))
 
 
 def _flat(lists: Sequence[Sequence[int]], ratio: int) -> NewBlocks:
@@ -256,25 +272,22 @@ def _flat(lists: Sequence[Sequence[int]], ratio: int) -> NewBlocks:
 
 def _read_drafts(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> Drafts | None:
     drafts, ids = so.scheduled_spec_decode_tokens, plan.ids
-    lists = list(drafts.values())
-    counts = list(map(len, lists))
-    each, tokens = 0, None
-    if list(drafts) == ids:
-        positions = batch.ascending[: len(ids)]
-        if counts.count(counts[0]) == len(ids):
-            each = counts[0]
+    lists, n = list(drafts.values()), len(ids)
+    in_order, each = list(drafts) == ids, len(lists[0])
+    if in_order and each and n > _FEW_DRAFTS:
+        equally_many = pack_equal(lists, each)
+        if equally_many is not None:
+            return Drafts(batch.ascending[:n], equal(n, each), each, equally_many)
+    if in_order:
+        positions = batch.ascending[:n]
     else:
         position = {req_id: i for i, req_id in enumerate(ids)}
-        found = lookup(position, list(drafts))
-        positions = pack_indices(np.empty(len(found), np.intp), found)
-    if each:
-        lengths = equal(len(counts), each)
-        tokens = pack_equal(lists, each) if len(counts) > _FEW_DRAFTS else None
-    elif any(counts):
-        lengths = pack(np.empty(len(counts), np.int32), counts)
-    else:
+        positions = pack_indices(np.empty(len(lists), np.intp), lookup(position, list(drafts)))
+    counts = list(map(len, lists))
+    if not any(counts):
         return None
-    if tokens is None:
-        flat = list(chain.from_iterable(lists))
-        tokens = pack(np.empty(len(flat), np.int32), flat)
-    return Drafts(positions, lengths, each, tokens)
+    flat = list(chain.from_iterable(lists))
+    tokens = pack(np.empty(len(flat), np.int32), flat)
+    if in_order and counts.count(each) == n:
+        return Drafts(positions, equal(n, each), each, tokens)
+    return Drafts(positions, pack(np.empty(len(lists), np.int32), counts), 0, tokens)

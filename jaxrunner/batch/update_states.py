@@ -91,10 +91,8 @@ def _take_counts(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None
     if plan.changed or not plan.each or plan.each != batch.scheduled_each:
         rows.scheduled[where] = plan.each or plan.counts
     batch.scheduled_each = plan.each
-    elsewhere = bool(cached.new_token_ids) and any(map(len, cached.new_token_ids))
-    if elsewhere:
+    if cached.new_token_ids and any(map(len, cached.new_token_ids)):
         _append_tokens(batch, plan.indices, cached.num_computed_tokens, cached.new_token_ids)
-    if plan.changed or elsewhere:  # else record_sampled has kept them up
         rows.known[...] = batch.num_tokens[batch.row_indices]
     if plan.outputs is not None:
         _drop_surplus_outputs(batch, plan)

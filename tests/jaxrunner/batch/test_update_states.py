@@ -8,6 +8,7 @@ from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutpu
 from jaxrunner.sampling_columns import FILTERED, HELD_BACK, RANDOM
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.shapes import StepShapes
+from tests.jaxrunner.batch.books import Driver
 
 
 def batch_with(params: SamplingParams | None = None, tokens: int = 3) -> InputBatch:
@@ -102,3 +103,15 @@ def test_cells_that_do_not_fit_go_ahead_and_none_twice() -> None:
     room = inputs.layout.num_updates
     assert room == 2 and ahead.cells.tolist() == [0, 1] and ahead.values.tolist() == [9, 8]
     assert inputs["update_cell"].tolist() == [2, 3] and inputs["update_value"].tolist() == [7, 6]
+
+
+def test_rows_that_moved_between_steps_have_their_own_counts() -> None:
+    """An abort, condensed and reordered: the next plan names the very requests that are left, so nothing seems new."""
+    d = Driver()
+    for prompt in (3, 1, 6):
+        d.submit(prompt=prompt)
+    d.step()
+    d.step()
+    d.abort_now(0)
+    d.swap_now(0, 1)
+    d.step()
