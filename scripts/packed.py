@@ -5,6 +5,7 @@ Examples:
   packed.py                                   six tokens of three requests: A [2 tokens], B [1], C [3]
   packed.py --example first                   the other worked example: A decodes, B and C are prompts
   packed.py --example experiment              a decode beside the first chunk of a long prompt: its sample is discarded
+  packed.py --lengths 4,1,6                   prompts of so many tokens, whole
   packed.py --scheduled 1,3,2 --computed 5,0,8 --block-size 4
   packed.py --scheduled 4,1 --computed 0,7 --tokens 10,8 --tables "3,9,4;5,6"
   packed.py --pad 4                           what the padded tail looks like (T = 10 for the default example)
@@ -32,6 +33,9 @@ from jaxrunner.batch import InputBatch, StepInputs, prepare_inputs, update_state
 from jaxrunner.invariants import check_invariants  # noqa: E402
 from jaxrunner.protocol import NewRequestData, SchedulerOutput  # noqa: E402
 from jaxrunner.shapes import StepShapes  # noqa: E402
+
+MOST_TOKENS = 2**14  # of a step that is printed, a line each
+MOST_VALUES = 2**20  # of a padded tensor
 
 EXAMPLES = {
     "second": {"scheduled": [2, 1, 3], "computed": [4, 10, 0], "tables": [[7, 2], [1, 3, 5], [8]]},
@@ -66,6 +70,8 @@ def one_step(
     if min(computed) < 0:
         raise ValueError(f"computed tokens must be 0 or more, got {list(computed)}")
     tokens = tokens or [c + s for c, s in zip(computed, scheduled, strict=True)]
+    if max(sum(tokens), sum(scheduled), padded_tokens or 0, block_size) > MOST_TOKENS:
+        raise ValueError(f"this command is for steps and blocks of up to {MOST_TOKENS} tokens, padding included")
     needed = [-(-t // block_size) for t in tokens]
     if tables is None:
         ids = (np.random.default_rng(0).permutation(sum(needed)) + 1).tolist()
@@ -209,6 +215,8 @@ def pack(lengths: Sequence[int], width: int, dim: int) -> dict:
     """A padded [requests, width, dim] tensor without its padding: row t comes from (req_indices[t], query_pos[t])."""
     if max(lengths) > width or min(lengths) < 1:
         raise ValueError(f"lengths must be from 1 to the padded width {width}, got {list(lengths)}")
+    if len(lengths) * width * dim > MOST_VALUES:
+        raise ValueError(f"this command is for padded tensors of up to {MOST_VALUES} values")
     padded = np.arange(len(lengths) * width * dim).reshape(len(lengths), width, dim)
     inputs = one_step(lengths, [0] * len(lengths))
     requests, offsets = inputs.req_indices, inputs.query_pos
@@ -253,17 +261,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tables", type=tables, metavar="7,2;1,3,5;8", help="physical blocks of each request")
     parser.add_argument("--block-size", type=at_least(1), default=4, metavar="B")
     parser.add_argument("--pad", type=at_least(0), default=0, metavar="N", help="padding tokens behind the stream")
-    parser.add_argument("--lengths", type=integers, default=[3, 2], metavar="3,2", help="pack: sequence lengths")
+    parser.add_argument("--lengths", type=integers, metavar="3,2", help="pack: sequence lengths; step: as --scheduled")
     parser.add_argument("--width", type=at_least(1), metavar="W", help="pack: padded length (default: the longest)")
-    parser.add_argument("--dim", type=at_least(1), default=4, metavar="D", help="pack: features of a token")
+    parser.add_argument("--dim", type=at_least(1), metavar="D", help="pack: features of a token (default: 4)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     args = parser.parse_args(arguments)
-    if not args.scheduled and (args.computed or args.tokens or args.tables):
-        parser.error("--computed, --tokens and --tables are of requests of your own: give --scheduled too")
+    if args.what == "pack" and (args.scheduled or args.computed or args.tokens or args.tables or args.pad):
+        parser.error("pack takes --lengths, --width and --dim; --scheduled and the like are of a step")
+    if args.what == "step":
+        if args.width or args.dim:
+            parser.error("--width and --dim are of a padded tensor: packed.py pack --lengths 3,2 --width 3 --dim 4")
+        if args.lengths and args.scheduled:
+            parser.error("--lengths and --scheduled mean the same for a step: give one of them")
+        args.scheduled = args.scheduled or args.lengths
+        if not args.scheduled and (args.computed or args.tokens or args.tables):
+            parser.error("--computed, --tokens and --tables are of requests of your own: give --scheduled too")
     console = Console()
     try:
         if args.what == "pack":
-            result = pack(args.lengths, args.width or max(args.lengths), args.dim)
+            lengths = args.lengths or [3, 2]
+            result = pack(lengths, args.width or max(lengths), args.dim or 4)
             if args.json:
                 print(json.dumps(result))
                 return
