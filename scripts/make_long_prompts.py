@@ -13,11 +13,6 @@ import argparse
 import json
 from typing import Any
 
-import torch
-import transformers
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -26,6 +21,11 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=900)
     parser.add_argument("--new-tokens", type=int, default=32)
     args = parser.parse_args()
+    import torch  # not in this project's environment, nor is transformers
+    import transformers
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
     with open(args.text, encoding="utf-8") as file:
         text = file.read()
     torch.set_num_threads(1)

@@ -16,13 +16,17 @@ longer than windows. transformers' own initialisation is so flat that a wrong mo
 weights are drawn with standard deviation fan_in^-0.5, and norms and biases away from 1 and 0.
 """
 
+from __future__ import annotations
+
+import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import transformers
+
+if TYPE_CHECKING:
+    import torch
 
 FOLDER = Path(__file__).parents[1] / "tests" / "fixtures" / "models"
 LIMIT = 300 * 1024  # bytes a folder
@@ -106,6 +110,8 @@ FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def randomise(model: torch.nn.Module, bias_limit: float) -> None:
+    import torch
+
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -118,6 +124,9 @@ def randomise(model: torch.nn.Module, bias_limit: float) -> None:
 
 
 def make(name: str) -> None:
+    import torch
+    import transformers
+
     config_class, settings = FIXTURES[name]
     config = getattr(transformers, config_class)(**settings)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -135,7 +144,18 @@ def make(name: str) -> None:
         sys.exit(f"{folder} has {size} bytes, more than {LIMIT}")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(FIXTURES)} (default: all)")
+    names = parser.parse_args().names
+    if unknown := [name for name in names if name not in FIXTURES]:
+        parser.error(f"there are no fixtures {unknown}; there are {', '.join(FIXTURES)}")
+    import torch  # not in this project's environment
+
     torch.set_num_threads(1)
-    for fixture in sys.argv[1:] or FIXTURES:
-        make(fixture)
+    for name in names or FIXTURES:
+        make(name)
+
+
+if __name__ == "__main__":
+    main()
