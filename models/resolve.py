@@ -64,7 +64,7 @@ def _from_hub(repo: str) -> Path:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelNotFoundError(
             f"can't get {repo!r} from the Hugging Face hub ({type(error).__name__}: {reason:.300}), and no complete "
-            f"copy is in its cache here. With a network, `hf download {repo}` brings it.\n{_available()}"
+            f"copy is in its cache here. {_what_helps(repo, error)}\n{_available()}"
         ) from error
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(
@@ -72,6 +72,16 @@ def _from_hub(repo: str) -> Path:
             f"with `hf download {repo} FILE.gguf` and pass its path.\n{_available()}"
         )
     return folder
+
+
+def _what_helps(repo: str, error: Exception) -> str:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):  # one of the other's kind, so it's asked for first
+        return f"Ask for access at https://huggingface.co/{repo}, then log in with `hf auth login`."
+    if isinstance(error, RepositoryNotFoundError):
+        return "Check how it is spelt; if it is private, log in with `hf auth login`."
+    return f"With a network, `hf download {repo}` brings it."
 
 
 def _available() -> str:

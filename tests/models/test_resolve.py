@@ -2,6 +2,8 @@
 
 import huggingface_hub.constants
 import pytest
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 import models.resolve
 from models.errors import ModelNotFoundError
@@ -87,6 +89,40 @@ def test_an_unreachable_hub_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(ModelNotFoundError, match="can't get 'org/name'.*ConnectionError: Name or service not known"):
         resolve_model("org/name")
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        (RepositoryNotFoundError, "Check how it is spelt; if it is private, log in with `hf auth login`"),
+        (GatedRepoError, "Ask for access at https://huggingface.co/org/name, then log in"),
+        (LocalEntryNotFoundError, "With a network, `hf download org/name` brings it"),
+    ],
+)
+def test_each_reason_has_its_own_advice(monkeypatch, kind, words):
+    def refuse(*arguments, **keywords):
+        raise kind.__new__(kind, "no")  # without the response of a server, which __init__ wants
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelNotFoundError, match=words):
+        resolve_model("org/name")
+
+
+def test_of_a_repository_only_the_files_of_one_format_are_downloaded(home, monkeypatch):
+    there = ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"]
+    there += ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    others = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json", "onnx/model.onnx", "README.md"]
+    asked = []
+
+    def download(repo, allow_patterns, ignore_patterns):
+        files = filter_repo_objects(there + others, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        asked.extend(files)
+        (home / "config.json").write_text("{}")
+        return str(home)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("org/name") == home
+    assert sorted(asked) == sorted(there)
 
 
 @pytest.mark.parametrize("name", [None, 7, b"org/name"])
