@@ -34,6 +34,18 @@ _RULES = SHARED_RULES | {
     "warmup": checks.buckets_or("auto", "all", "lazy"),
 }
 
+# Options of vLLM's that there are not, and what takes their place.
+_OTHERWISE = {
+    "enforce_eager": "here execution_mode='NONE'",
+    "compilation_config": "here execution_mode and token_buckets",
+    "cudagraph_capture_sizes": "here token_buckets",
+    "tensor_parallel_size": "here one device does all",
+    "kv_cache_dtype": "here the KV cache has the dtype of the model",
+    "quantization": "here GGUF files are read, and dequantised",
+    "trust_remote_code": "here no code of a checkpoint is ever run",
+    "download_dir": "here HF_HOME, as huggingface_hub reads it",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LLMConfig:
@@ -175,8 +187,10 @@ class LLMConfig:
 
 def unknown_options(names: Iterable[str], known: Iterable[str]) -> TypeError:
     """The error for keywords that ``LLM`` does not have: names them, the likeliest ones meant, and all there are."""
-    known = sorted(known)
-    return TypeError(f"LLM has no option {checks.likely(names, known)}; its options are {', '.join(known)}")
+    known, named = sorted(known), list(names)
+    parts = [f"{name!r} (vLLM's: {_OTHERWISE[name]})" for name in named if name in _OTHERWISE]
+    parts += [checks.likely([name], known) for name in named if name not in _OTHERWISE]
+    return TypeError(f"LLM has no option {', '.join(parts)}; its options are {', '.join(known)}")
 
 
 def tuples(value: Any) -> Any:

@@ -155,6 +155,8 @@ def test_a_step_that_fails_leaves_a_working_llm(llm, monkeypatch, failure, place
 def test_options_that_llm_does_not_have_are_named_with_those_it_has(tmp_path):
     with pytest.raises(TypeError, match=r"'max_num_seq' \(did you mean 'max_num_seqs'\?\).*block_size.*warmup"):
         LLM(tmp_path, max_num_seq=3)
+    with pytest.raises(TypeError, match=r"'enforce_eager' \(vLLM's: here execution_mode='NONE'\), 'spam'; its options"):
+        LLM(tmp_path, enforce_eager=True, spam=1)
     with pytest.raises(ValueError, match="dtype must be"):
         LLM(tmp_path, dtype="float8")
 
