@@ -210,26 +210,33 @@ class ModelRunner:
             raise RuntimeError("the previous step is pending: call its result() before the next submit")
         if self.recorder is not None:
             self.recorder.check()
-        refuse_unserved(scheduler_output, self._custom.extra_args)
-        for data in scheduler_output.scheduled_new_reqs:
-            if data.sampling_params is not None:
-                check_logprobs(data.sampling_params, self.config.max_logprobs, self.model_config.vocab_size)
-        self._prompt_logprobs.check(scheduler_output)
-        self._grammar_masks.check(self.batch, scheduler_output)
-        self._pooling.check(scheduler_output, self.model_config.hidden_size)
-        edits = block_edits(scheduler_output, len(self.functions.groups), self.num_blocks)
-        with self._counting():
-            return self._submit(scheduler_output, edits, return_logits)
+        with self._stepping(scheduler_output):
+            return self._submit(scheduler_output, self._checked_edits(scheduler_output), return_logits)
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """What JAX compiles in the block counts as compiled in a step."""
+    def _stepping(self, scheduler_output: SchedulerOutput | None = None) -> Iterator[None]:
+        """What JAX compiles in the block counts as compiled in a step; what the block raises is in the trace."""
         before = self.counter.compilations
         try:
             yield
+        except BaseException as error:
+            if self.recorder is not None:
+                self.recorder.fail(error, scheduler_output)
+            raise
         finally:
             if self.executables.warm:
                 self.compilations += self.counter.compilations - before
+
+    def _checked_edits(self, so: SchedulerOutput) -> list[BlockEdit]:
+        """Refuses what can't be served, before anything changes; returns the edits of blocks that the plan asks for."""
+        refuse_unserved(so, self._custom.extra_args)
+        for data in so.scheduled_new_reqs:
+            if data.sampling_params is not None:
+                check_logprobs(data.sampling_params, self.config.max_logprobs, self.model_config.vocab_size)
+        self._prompt_logprobs.check(so)
+        self._grammar_masks.check(self.batch, so)
+        self._pooling.check(so, self.model_config.hidden_size)
+        return block_edits(so, len(self.functions.groups), self.num_blocks)
 
     def _submit(self, scheduler_output: SchedulerOutput, edits: list[BlockEdit], return_logits: bool) -> Pending:
         clock = time.perf_counter
@@ -251,18 +258,20 @@ class ModelRunner:
         shapes = self.shapes if self.background is None else self.background.ready
         with segment("prepare"):
             inputs = prepare_inputs(self.batch, scheduler_output, shapes, buffers=self._buffers)
+        packed = clock()
+        record = None if recorder is None else recorder.begin(scheduler_output, inputs)
+        recording = clock()
         if self._shape_recorder is not None:
             self._shape_recorder.write(inputs)
         if self.config.check_invariants:
             check_invariants(self.batch, scheduler_output, inputs)
         prepared = clock()
-        record = None if recorder is None else recorder.begin(scheduler_output, inputs)
-        dispatching = clock()
         with segment("dispatch"):
             outputs = self._dispatch(scheduler_output, inputs, return_logits)
         dispatched = clock()
         self._pending = Pending(self, inputs, outputs, record)
-        segments = {"update": updated - start, "prepare": prepared - updated, "dispatch": dispatched - dispatching}
+        prepare = packed - updated + prepared - recording
+        segments = {"update": updated - start, "prepare": prepare, "dispatch": dispatched - prepared}
         self.times.add(segments)
         if record is not None:
             record.segments = segments
@@ -294,7 +303,7 @@ class ModelRunner:
         return outputs
 
     def _finish(self, pending: Pending) -> ModelRunnerOutput:
-        with self._counting():
+        with self._stepping():
             return self._read(pending)
 
     def _read(self, pending: Pending) -> ModelRunnerOutput:

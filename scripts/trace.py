@@ -100,8 +100,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _open(path: Path) -> Trace:
+    """A trace whose last line was cut off, as a crash leaves it, is read as far as it goes; said once."""
+    said: set[str] = set()
+
+    def tell(what: str) -> None:
+        if what not in said:
+            print(f"warning: {what}", file=sys.stderr)
+        said.add(what)
+
+    return open_trace(path, tell)
+
+
 def show(args: argparse.Namespace, console: Console) -> int:
-    trace = open_trace(args.trace)
+    trace = _open(args.trace)
     if args.step is not None:
         line = trace.step(args.step)
         if args.json:
@@ -137,8 +149,9 @@ def overview(trace: Trace, args: argparse.Namespace, console: Console) -> None:
         }
         for line in trace.steps()
     ]
+    failed = [_failure(line) for line in trace.lines() if "error" in line]
     if args.json:
-        print(json.dumps({"header": trace.header, "steps": rows}))
+        print(json.dumps({"header": trace.header, "steps": rows, "failed": failed}))
         return
     table = Table(title=f"{trace.path}: {len(rows)} steps")
     for name in rows[0] if rows else ["step"]:
@@ -146,10 +159,16 @@ def overview(trace: Trace, args: argparse.Namespace, console: Console) -> None:
     for row in rows:
         table.add_row(*map(str, row.values()))
     console.print(table)
+    for failure in failed:
+        console.print(f"step {failure['step']} failed: {failure['error']}")
+
+
+def _failure(line: dict[str, Any]) -> dict[str, Any]:
+    return {"step": line["step"], "error": line["error"]}
 
 
 def show_stops(args: argparse.Namespace, console: Console) -> int:
-    trace = open_trace(args.trace)
+    trace = _open(args.trace)
     before = trace.step(args.step - 1) if args.step else None
     found = stops(trace.step(args.step), trace.geometry, before)
     if args.json:
@@ -164,23 +183,30 @@ def show_stops(args: argparse.Namespace, console: Console) -> int:
 
 
 def check(args: argparse.Namespace, console: Console) -> int:
-    trace = open_trace(args.trace)
+    trace = _open(args.trace)
     checker, steps, finding = TraceChecker(trace.geometry), 0, None
+    failed = []
     for line in _progress(trace, args, "checking"):
         steps += 1
+        if "error" in line:
+            failed.append(_failure(line))
         if (finding := checker.check(line)) is not None:
             break
     if args.json:
-        print(json.dumps({"steps": steps, "finding": None if finding is None else dataclasses.asdict(finding)}))
+        found = None if finding is None else dataclasses.asdict(finding)
+        print(json.dumps({"steps": steps, "finding": found, "failed": failed}))
     elif finding is None:
         print(f"{steps} steps: nothing wrong")
     else:
         print(finding)
+    if not args.json:
+        for failure in failed:
+            print(f"step {failure['step']} failed: {failure['error']}")
     return 0 if finding is None else 1
 
 
 def run_again(args: argparse.Namespace, console: Console) -> int:
-    trace = open_trace(args.trace)
+    trace = _open(args.trace)
     stepper: Any = HostStepper(trace.geometry)
     if args.model is not None:
         from jaxrunner.trace.replay_model import ModelStepper
@@ -197,7 +223,7 @@ def run_again(args: argparse.Namespace, console: Console) -> int:
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
-    a, b = open_trace(args.a), open_trace(args.b)
+    a, b = _open(args.a), _open(args.b)
     difference = diff_traces(a.lines(), b.lines(), blocks=not args.no_blocks)
     if args.json:
         print(json.dumps(None if difference is None else dataclasses.asdict(difference)))
@@ -239,7 +265,7 @@ def print_small(line: dict[str, Any], as_json: bool) -> None:
 
 
 def html(args: argparse.Namespace, console: Console) -> int:
-    args.output.write_text(page_of(open_trace(args.trace), args.first, args.steps), encoding="utf-8")
+    args.output.write_text(page_of(_open(args.trace), args.first, args.steps), encoding="utf-8")
     size = args.output.stat().st_size
     print(json.dumps({"page": str(args.output), "bytes": size}) if args.json else f"{args.output}: {size / 1e6:.1f} MB")
     return 0

@@ -101,6 +101,6 @@ def _step_event(llm: Any, began: float, ended: float, before: dict[str, float]) 
         int(grown["padded_tokens"]),
         scheduler.num_waiting,
         len(scheduler.running),
-        scheduler.manager.usage,
+        scheduler.usage_in_step,
         {name: grown[name] for parts in SEGMENTS.values() for name in parts},
     )

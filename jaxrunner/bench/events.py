@@ -38,7 +38,7 @@ class StepEvent:
     Attributes:
         num_tokens, num_padded_tokens: in the stream; the bucket's size.
         num_waiting, num_running: requests in the queue, and that run on, when the step has ended.
-        kv_usage: fraction of the blocks in use then. What ended with the step has given its blocks back already.
+        kv_usage: fraction of the blocks in use while it ran, with those of what ended with it.
         segments: seconds of update, prepare, dispatch, wait, record.
     """
 

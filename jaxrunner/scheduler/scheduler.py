@@ -48,6 +48,8 @@ class Scheduler:
         max_model_len: tokens a request may reach: the configured limit, or what the pools can hold for one
             request where that is less. A request that reaches it stops with reason "length".
         running, waiting: in the order of service.
+        usage_in_step: share of the blocks held while the step that was planned last runs; what ends with it has given
+            its own back afterwards.
         num_preemptions: since the start.
     """
 
@@ -65,6 +67,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._finished_req_ids: set[str] = set()
         self._in_flight: StepPlan | None = None
+        self.usage_in_step = 0.0
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -125,6 +128,7 @@ class Scheduler:
             )
         finished, self._finished_req_ids = self._finished_req_ids, set()
         self._in_flight = plan if plan.requests else None
+        self.usage_in_step = self.manager.usage
         return plan.write(finished, self.manager.num_common_prefix_blocks(plan.requests))
 
     def update_from_output(

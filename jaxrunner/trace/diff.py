@@ -24,7 +24,7 @@ def diff_traces(a: Iterable[Line], b: Iterable[Line], *, blocks: bool = True) ->
         if x is None or y is None:
             return Difference(number, "trace", "", *("ends" if line is None else "goes on" for line in (x, y)))
         number = max(x.get("step", number), y.get("step", number))
-        if ("event" in x) != ("event" in y):
+        if x.get("event") != y.get("event"):
             return Difference(number, "event", "", x.get("event"), y.get("event"))
         if "event" in x:
             continue

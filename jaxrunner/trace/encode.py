@@ -102,6 +102,13 @@ class StepRecord:
     intact: bool = True
     sampled: Sequence[list[int]] = ()
     segments: Mapping[str, float] = MappingProxyType({})  # seconds
+    error: str | None = None  # what the step raised
+
+    def end(self) -> None:
+        """The step reads its upload no more: the ring writes that memory again."""
+        if self.live is not None:
+            self.intact = self.live.tobytes() == self.buffer
+            self.live = None
 
 
 class _ShadowTable:
@@ -151,9 +158,14 @@ class Encoder:
             "sampled": list(record.sampled),
             "buffer_intact": record.intact,
             "times_us": {name: round(seconds * 1e6, 1) for name, seconds in record.segments.items()},
-            "plan": plan_to_json(record.plan),
         }
-        return line
+        if record.error is None:
+            return line | {"plan": plan_to_json(record.plan)}
+        try:
+            plan = plan_to_json(record.plan)
+        except Exception:  # no plan at all, as a scheduler may send one; the step was refused for that
+            plan = None
+        return {"event": "failed", "error": record.error} | line | {"plan": plan}
 
     def _arrays(self, record: StepRecord) -> dict[str, Any]:
         layout, shape = record.layout, record.shape

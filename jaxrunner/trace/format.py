@@ -29,7 +29,9 @@ plan                           the SchedulerOutput
 ====================  =======  ============================================================================
 
 A step in which nothing was scheduled has only step, req_ids, sampled, buffer_intact, times_us and plan. A line
-``{"event": "reset"}`` says that the runner forgot all requests.
+``{"event": "reset"}`` says that the runner forgot all requests. A step that raised is a line with ``event`` "failed"
+and ``error``; it has arrays if they were packed by then, else no req_ids, and a plan that the batch may not have taken
+(null if it could not be read).
 """
 
 from __future__ import annotations

@@ -17,9 +17,12 @@ _GROUPS = ("block_rows", "block_row_lengths", "slot_mapping")
 
 
 def flaw(line: dict[str, Any], num_groups: int) -> str | None:
-    """What a step's line lacks, in words; None if nothing (or if it is an event)."""
-    if "event" in line:
-        return None
+    """What a step's line lacks, in words; None if nothing (or if it is an event without a step)."""
+    if (event := line.get("event")) is not None:
+        if event != "failed" or (found := _missing(line, (*_ALWAYS, "error"))) is not None:
+            return found if event == "failed" else None
+        if not line["req_ids"]:
+            return None  # it was refused, perhaps for what its plan lacks
     try:
         return _missing(line, _ALWAYS) or _plan_flaw(line["plan"]) or _array_flaw(line, num_groups)
     except (TypeError, AttributeError) as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,43 +23,54 @@ class Trace:
     Attributes:
         header: see ``jaxrunner.trace.format``.
         geometry: of the batch.
+        on_cut: told, in words, of a last line that was cut off, as a crash leaves it; by default it is logged.
     """
 
     path: Path
     header: Line
     geometry: Geometry
+    on_cut: Callable[[str], None] = logging.getLogger("jaxrunner").warning
 
     def lines(self) -> Iterator[Line]:
-        """Every line after the header: steps, and events.
+        """Every whole line after the header: steps, and events. A last line that was cut off is told to ``on_cut``.
 
         Raises:
-            ValueError: a line is no JSON or lacks a part; the message names it. A last line that was cut off counts
-                too.
+            ValueError: a line is no JSON or lacks a part, or the only one was cut off; the message names it.
         """
-        with self.path.open(encoding="utf-8") as file:
+        with self.path.open(encoding="utf-8", errors="replace") as file:  # a cut may go through a character
             next(file)
             for number, text in enumerate(file, 2):
+                if not text.endswith("\n") and not _is_json(text):
+                    if number == 2:
+                        raise ValueError(f"{self.path}, line 2 was cut off, and nothing else follows the header")
+                    self.on_cut(
+                        f"{self.path}, line {number} was cut off: the {number - 2} steps and events before it count"
+                    )
+                    return
                 line = _parse(self.path, number, text)
                 if (what := flaw(line, len(self.geometry.block_sizes))) is not None:
                     raise ValueError(f"{self.path}, line {number} is no whole step: {what}")
                 yield line
 
     def steps(self) -> Iterator[Line]:
-        """The lines that are steps."""
+        """The lines that are steps which did not fail."""
         return (line for line in self.lines() if "event" not in line)
 
     def step(self, number: int) -> Line:
-        """The step of that number; ValueError if there is none."""
+        """The step of that number, also if it failed; ValueError if there is none."""
         last = -1
-        for line in self.steps():
-            last = line["step"]
-            if last == number:
+        for line in self.lines():
+            last = line.get("step", last)
+            if line.get("step") == number:
                 return line
         raise ValueError(f"{self.path} has steps 0 to {last}, there is no step {number}")
 
 
-def open_trace(path: str | Path) -> Trace:
+def open_trace(path: str | Path, on_cut: Callable[[str], None] | None = None) -> Trace:
     """Opens a trace and reads its header.
+
+    Args:
+        on_cut: see ``Trace``.
 
     Raises:
         ValueError: the file is missing, empty, no trace, or of another version.
@@ -78,7 +90,15 @@ def open_trace(path: str | Path) -> Trace:
         geometry = Geometry.from_json(header["geometry"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no trace: its first line has no geometry of a batch ({error!r})") from None
-    return Trace(path, header, geometry)
+    return Trace(path, header, geometry) if on_cut is None else Trace(path, header, geometry, on_cut)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _parse(path: Path, number: int, text: str) -> Line:

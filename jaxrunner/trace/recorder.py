@@ -9,6 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,8 @@ MOST_WAITING = 2000  # steps: when the writer is so far behind, the step thread 
 class Recorder(ABC):
     """What a runner tells of its steps. A subclass says what becomes of a finished record."""
 
+    _begun: StepRecord | None = None
+
     @abstractmethod
     def check(self) -> None:
         """To be called before a step changes anything. Raises RuntimeError if steps cannot be recorded any more."""
@@ -39,14 +42,31 @@ class Recorder(ABC):
             record.layout, record.shape = inputs.layout, inputs.shape
             record.mode = inputs.shape.mode.name
             record.req_ids, record.overflow = inputs.req_ids, inputs.overflow
+        self._begun = record
         return record
 
     def finish(self, record: StepRecord, sampled: list[list[int]], segments: dict[str, float]) -> None:
         """To be called when the step's tokens are on the host."""
-        if record.live is not None:
-            record.intact = record.live.tobytes() == record.buffer
-            record.live = None  # the ring writes it again
+        record.end()
+        self._begun = None
         record.sampled, record.segments = sampled, segments
+        self._take(record)
+
+    def fail(self, error: BaseException, scheduler_output: SchedulerOutput | None) -> None:
+        """To be called when a step raises, wherever.
+
+        Args:
+            scheduler_output: its plan; None: it had begun, and its record has it.
+        """
+        record, self._begun = self._begun, None
+        if record is None:
+            if scheduler_output is None:
+                return  # a second call of the same step's result
+            record = StepRecord(scheduler_output)
+            with suppress(Exception):  # what it raised may be that the plan can't be read
+                record.plan = snapshot(scheduler_output)
+        record.end()
+        record.error = f"{type(error).__name__}: {error}"
         self._take(record)
 
     @abstractmethod

@@ -34,6 +34,8 @@ def stops(line: Line, geometry: Geometry, before: Line | None = None) -> list[St
         before: the step before it, to tell which rows have moved.
     """
     plan, ids = line["plan"], line["req_ids"]
+    if plan is None:
+        raise ValueError(f"step {line['step']} failed before its plan was read ({line['error']})")
     counts = plan["num_scheduled_tokens"]
     new = plan["new"]
     first = [

@@ -17,7 +17,9 @@ MOST_TOKENS = 64  # of a step that a table lists
 def step_tables(line: Line, geometry: Geometry, most_tokens: int = MOST_TOKENS) -> list[Table]:
     """The rows and the tokens of a step."""
     plan = line["plan"]
-    title = f"step {line['step']}"
+    title = f"step {line['step']}{' (failed)' if 'error' in line else ''}"
+    if plan is None:
+        return [Table("no plan that could be read", title=title, caption=line["error"])]
     if line["req_ids"]:
         bucket = line["bucket"]
         padded = (
@@ -25,7 +27,8 @@ def step_tables(line: Line, geometry: Geometry, most_tokens: int = MOST_TOKENS) 
         )
         title += f": {padded}, {line['num_logits']} logits rows in {bucket['logits_rows']} {line['mode']}".rstrip()
     gone = {"finished": plan["finished_req_ids"], "preempted": plan["preempted_req_ids"]}
-    caption = "; ".join(f"{what}: {', '.join(ids)}" for what, ids in gone.items() if ids)
+    said = [line["error"]] if "error" in line else []
+    caption = "; ".join(said + [f"{what}: {', '.join(ids)}" for what, ids in gone.items() if ids])
     if not line["req_ids"]:
         return [Table("nothing scheduled", title=title, caption=caption)]
     return [_rows(line, title, caption), _tokens(line, geometry, most_tokens)]
@@ -90,7 +93,7 @@ def request_table(lines: Iterable[Line], req_id: str) -> Table:
     known, outputs = False, 0
     for line in lines:
         if "event" in line:
-            table.add_row("", line["event"])
+            table.add_row(str(line.get("step", "")), line["event"])
             known = False
             continue
         what = _what(line, req_id)

@@ -9,24 +9,7 @@ from jaxrunner.batch import SchedulerOutputError
 from jaxrunner.block_edits import EDIT_CAPACITY, block_edits
 from jaxrunner.protocol import SchedulerOutput
 from jaxrunner.runner import ModelRunner
-from tests.jaxrunner.test_runner import CONFIG, cached, compilations, new
-from tests.models import fixtures
-
-
-@pytest.fixture(scope="module")
-def fixture():
-    return fixtures.fixture("llama")
-
-
-@pytest.fixture(scope="module")
-def warm(fixture) -> ModelRunner:
-    return ModelRunner(fixtures.decoder_from(fixture.config, fixture.tensors), CONFIG)
-
-
-@pytest.fixture
-def runner(warm: ModelRunner) -> ModelRunner:
-    warm.reset()
-    return warm
+from tests.jaxrunner.plans import cached, compilations, new
 
 
 def edited(copies=(), zeros=(), groups=1, num_blocks=65):

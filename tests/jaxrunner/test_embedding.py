@@ -16,11 +16,6 @@ MEAN, LAST = PoolingParams(pooling="mean", normalize=False), PoolingParams(norma
 
 
 @pytest.fixture(scope="module")
-def fixture():
-    return fixtures.fixture("llama")
-
-
-@pytest.fixture(scope="module")
 def decoder(fixture):
     return fixtures.decoder_from(fixture.config, fixture.tensors)
 

@@ -19,7 +19,7 @@ from jaxrunner.shape_record import read_shapes
 from jaxrunner.shapes import ExecutionMode, Policy
 from pallas_kernels import AttentionSupport
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
-from tests.jaxrunner.test_runner import cached, new
+from tests.jaxrunner.plans import cached, new
 from tests.models import fixtures
 
 CONFIG = RunnerConfig(
@@ -32,11 +32,6 @@ CONFIG = RunnerConfig(
     num_blocks=33,
     compilation_cache=False,
 )
-
-
-@pytest.fixture(scope="module")
-def fixture():
-    return fixtures.fixture("llama")
 
 
 def runner_of(fixture, **changes) -> ModelRunner:

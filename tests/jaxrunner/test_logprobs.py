@@ -17,11 +17,6 @@ from tests.models import fixtures
 
 
 @pytest.fixture(scope="module")
-def fixture():
-    return fixtures.fixture("llama")
-
-
-@pytest.fixture(scope="module")
 def llm(fixture):
     return LLM(LoadedModel(fixtures.decoder_from(fixture.config, fixture.tensors)), max_logprobs=-1, **OPTIONS)
 

@@ -19,8 +19,8 @@ from jaxrunner.runner import ModelRunner
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.scheduler import Scheduler, SchedulerConfig
 from models import Decoder, ModelConfig
+from tests.jaxrunner.plans import compilations
 from tests.jaxrunner.step.test_padding import CONFIG as MODEL
-from tests.jaxrunner.test_runner import compilations
 
 STEPS, REQS, BUDGET, LENGTH, BLOCK = 2000, 5, 24, 48, 4
 CONFIG = RunnerConfig(

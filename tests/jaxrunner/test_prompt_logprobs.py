@@ -21,11 +21,6 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def fixture():
-    return fixtures.fixture("llama")
-
-
-@pytest.fixture(scope="module")
 def model(fixture):
     return LoadedModel(fixtures.decoder_from(fixture.config, fixture.tensors))
 

@@ -1,7 +1,5 @@
 """The runner on a tiny model: logits as transformers has them, refusals that change nothing, nothing compiled late."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -11,72 +9,14 @@ import pytest
 
 from jaxrunner.batch import BufferRing, SchedulerOutputError
 from jaxrunner.batch.buffers import StepViews
-from jaxrunner.config import RunnerConfig
-from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
+from jaxrunner.protocol import SchedulerOutput
 from jaxrunner.runner import ModelRunner
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.shapes import StepLayout
 from jaxrunner.step import unpack
 from models import split
+from tests.jaxrunner.plans import CONFIG, cached, compilations, new
 from tests.models import fixtures
-
-CONFIG = RunnerConfig(
-    max_model_len=64,
-    max_num_reqs=4,
-    max_num_batched_tokens=32,
-    token_buckets=(4, 32),
-    logits_buckets=(4,),
-    block_size=4,
-    num_blocks=65,
-    warmup="all",
-    check_invariants=True,
-    compilation_cache=False,
-)
-
-
-@pytest.fixture(scope="module")
-def fixture():
-    return fixtures.fixture("llama")
-
-
-@pytest.fixture(scope="module")
-def warm(fixture) -> ModelRunner:
-    return ModelRunner(fixtures.decoder_from(fixture.config, fixture.tensors), CONFIG)
-
-
-@pytest.fixture
-def runner(warm: ModelRunner) -> ModelRunner:
-    warm.reset()
-    return warm
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Names of JAX's compile events while the block runs."""
-    events: list[str] = []
-
-    def listen(name: str, *_, **__) -> None:
-        if "compile" in name and "backend" in name:
-            events.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield events
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def new(req_id: str, tokens: list[int], first_block: int, count: int | None = None, computed: int = 0, **more):
-    blocks = list(range(first_block, first_block + 12))
-    data = NewRequestData(req_id, tokens, (blocks,), computed, **more)
-    count = len(tokens) - computed if count is None else count
-    return SchedulerOutput([data], num_scheduled_tokens={req_id: count}, total_num_scheduled_tokens=count)
-
-
-def cached(counts: dict[str, int], computed: dict[str, int], outputs: dict[str, int], **more) -> SchedulerOutput:
-    ids = list(counts)
-    columns = CachedRequestData(ids, set(), [None] * len(ids), [computed[r] for r in ids], [outputs[r] for r in ids])
-    return SchedulerOutput([], columns, counts, sum(counts.values()), **more)
 
 
 def test_chunks_and_decodes_against_transformers(fixture, runner: ModelRunner) -> None:

@@ -16,11 +16,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
 
 
 @pytest.fixture(scope="module")
-def fixture():
-    return fixtures.fixture("llama")
-
-
-@pytest.fixture(scope="module")
 def others(fixture):
     """Other weights, by their Hugging Face names."""
     rng = np.random.default_rng(5)

@@ -73,6 +73,22 @@ def test_a_trace_that_lacks_a_part_is_refused_with_its_line(
         assert ("no geometry" if cut == "geometry" else "line 5 is no whole step") in error
 
 
+def test_a_trace_that_was_cut_off_passes_every_command_with_a_warning(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+):
+    whole = recorded.read_text().splitlines(keepends=True)
+    recorded.write_text("".join(whole[:5]) + whole[5][:70])
+    for arguments in (["check"], ["replay"], ["show"], ["show", "--step", "3"], ["show", "--request", "A"],
+                      ["html", "-o", str(recorded.with_suffix(".html"))]):  # fmt: skip
+        assert command.main([arguments[0], str(recorded), *arguments[1:]]) == 0
+        said = capsys.readouterr().err
+        last = arguments[-2:] == ["--step", "3"]  # found before the end of the file
+        assert said.count("warning: ") == (0 if last else 1) and ("line 6 was cut off" in said) != last
+    recorded.write_text(whole[0] + whole[1][:70])
+    assert command.main(["check", str(recorded)]) == 2
+    assert "line 2 was cut off, and nothing else follows" in capsys.readouterr().err
+
+
 def test_a_step_that_points_outside_can_be_looked_at(recorded: Path, capsys: pytest.CaptureFixture[str]):
     lines = [json.loads(text) for text in recorded.read_text().splitlines()]
     lines[3]["req_indices"][1] = 2  # there are rows 0 and 1

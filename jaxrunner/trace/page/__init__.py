@@ -26,14 +26,16 @@ def page_of(trace: Trace, first: int = 0, most_steps: int = MOST_STEPS) -> str:
     if most_steps < 1:
         raise ValueError(f"a page shows at least 1 step, got {most_steps}")
     expected = Expected(trace.geometry)
-    ratio = trace.geometry.manager_block_sizes[0] // trace.geometry.block_sizes[0]
+    g = trace.geometry
+    ratios = [ours // theirs for ours, theirs in zip(g.manager_block_sizes, g.block_sizes, strict=True)]
     steps: list[dict[str, Any]] = []
-    occupancy: list[int] = []
+    occupancy: list[list[int]] = [[] for _ in ratios]
     skipped = 0
     for line in trace.lines():
-        if "event" in line:
+        if line.get("event") == "reset":
             expected.reset()
-            continue
+        if "event" in line and not line.get("req_ids"):
+            continue  # a reset, or a step that was refused
         try:
             expected.take_plan(line["plan"])
         except PlanError:  # check's to name; a faulty trace is what one wants to look at
@@ -42,9 +44,10 @@ def page_of(trace: Trace, first: int = 0, most_steps: int = MOST_STEPS) -> str:
             skipped += 1
             continue
         steps.append(_small(line))
-        held = (known.blocks[0] for known in expected.requests.values() if known.blocks)
-        # In blocks of the pool: a kernel may address parts of them.
-        occupancy.append(len({block // ratio for blocks in held for block in blocks}))
+        for group, ratio in enumerate(ratios):
+            held = (known.blocks[group] for known in expected.requests.values() if known.blocks)
+            # In blocks of the pool: a kernel may address parts of them.
+            occupancy[group].append(len({block // ratio for blocks in held for block in blocks}))
     if not steps:
         raise ValueError(f"{trace.path} has {skipped} steps, none from step {first} on")
     shown = {

@@ -2,7 +2,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const { steps, geometry, occupancy, skipped } = data;
 const $ = (id) => document.getElementById(id);
-const size = geometry.block_sizes[0];
+let group = 0, size = geometry.block_sizes[0];  // the cache group that is shown
 let at = 0, token = null, request = null, cells = [], pages = new Map();
 
 // The same hue for a request in every step.
@@ -19,7 +19,7 @@ function make(tag, className, text) {
 const cdiv = (a, b) => Math.floor((a + b - 1) / b);
 const step = () => steps[at];
 const rowOf = (t) => step().req_indices[t];
-const blocksOf = (row) => step().block_rows[0][row];
+const blocksOf = (row) => step().block_rows[group][row];
 
 // What a redraw replaces keeps the keyboard's focus: the cell of the same data, or name, gets it.
 const places = (element) => Object.entries(element.dataset).map(([k, v]) => `[data-${k}="${CSS.escape(v)}"]`).join("");
@@ -35,7 +35,7 @@ function redraw(number) {
   $("slider").value = at;
   const bucket = s.bucket ? `${s.num_tokens} tokens in ${s.bucket.tokens}, ${ids.length} rows in ${s.bucket.requests} ${s.mode || ""}` : "nothing scheduled";
   const gone = [["finished", s.plan.finished_req_ids], ["preempted", s.plan.preempted_req_ids]].filter(([, l]) => l.length).map(([w, l]) => `; ${w}: ${l.join(", ")}`).join("");
-  $("where").textContent = `step ${s.step} of ${steps[steps.length - 1].step}: ${bucket}${gone}`;
+  $("where").textContent = `step ${s.step} of ${steps[steps.length - 1].step}: ${bucket}${gone}${s.error ? `; failed: ${s.error}` : ""}`;
   if (!ids.includes(request)) request = ids.length ? ids[0] : request;
   if (token !== null && !(s.num_tokens > token)) token = null;
   drawStream(); drawTables(); drawRows(); drawTokens(); drawTimeline(); drawPool(); drawArrows();
@@ -87,7 +87,7 @@ function drawTables() {
       pages.set(`${row}/${logical}`, page);
       list.append(page);
     });
-    const more = s.block_row_lengths[0][row] - blocksOf(row).length;
+    const more = s.block_row_lengths[group][row] - blocksOf(row).length;
     if (more > 0) list.append(make("span", "", `and ${more} more`));
     line.append(name, list);
     lines.push(line);
@@ -136,7 +136,7 @@ function drawTokens() {
   for (let t = s.query_start_loc[row]; t < s.query_start_loc[row + 1]; t++) {
     const line = body.insertRow();
     if (t === token) line.className = "selected";
-    const values = [t, t - s.query_start_loc[row], s.token_ids[t], s.req_indices[t], s.positions[t], Math.floor(s.positions[t] / size), s.slot_mapping[0][t]];
+    const values = [t, t - s.query_start_loc[row], s.token_ids[t], s.req_indices[t], s.positions[t], Math.floor(s.positions[t] / size), s.slot_mapping[group][t]];
     values.forEach((value, i) => {
       const button = make("button", "", value);
       button.dataset.field = fields[i]; button.dataset.cell = t;
@@ -173,7 +173,7 @@ function explainRow(field, row) {
 
 function explainCell(field, t) {
   const s = step(), row = rowOf(t), id = s.req_ids[row], p = s.positions[t], q = s.query_start_loc[row], offset = t - q;
-  const logical = Math.floor(p / size), slot = s.slot_mapping[0][t];
+  const logical = Math.floor(p / size), slot = s.slot_mapping[group][t];
   const block = blocksOf(row)[logical] ?? Math.floor(slot / size);  // a long row is cut in the trace
   const texts = {
     token: [`token ${t} of the flat stream`, `It belongs to row ${row}, ${id}.`],
@@ -190,7 +190,7 @@ function explainCell(field, t) {
 
 function explainToken(t) {
   const s = step();
-  if (t >= s.num_tokens) { explain(`token ${t}`, "padding", `slot_mapping[${t}] = ${s.slot_mapping[0][t]}`, "The bucket is larger than the step. No slot, so it writes nothing; its result is read by nobody."); return; }
+  if (t >= s.num_tokens) { explain(`token ${t}`, "padding", `slot_mapping[${t}] = ${s.slot_mapping[group][t]}`, "The bucket is larger than the step. No slot, so it writes nothing; its result is read by nobody."); return; }
   const row = rowOf(t), p = s.positions[t];
   explainCell("slot_mapping", t);
   const sees = make("div", "", `It sees keys 0 to ${p} of ${s.req_ids[row]}: position ${p} + 1 = ${p + 1} of them, in ${cdiv(p + 1, size)} pages, and nothing of any other request.`);
@@ -251,25 +251,34 @@ function drawTimeline() {
 }
 
 function drawPool() {
-  const svg = $("pool"), n = Math.max(steps.length - 1, 1), most = Math.max(...occupancy, 1);
+  const svg = $("pool"), n = Math.max(steps.length - 1, 1), held = occupancy[group], most = Math.max(...held, 1);
   const top = geometry.num_blocks ? geometry.num_blocks - 1 : most;
   svg.setAttribute("viewBox", `0 0 ${n} ${top}`);
-  const points = occupancy.map((held, i) => `${i},${top - held}`).join(" ");
+  const points = held.map((blocks, i) => `${i},${top - blocks}`).join(" ");
   svg.innerHTML = `<polygon points="0,${top} ${points} ${n},${top}" fill="#bcd4ee"/><line x1="${at}" x2="${at}" y1="0" y2="${top}" stroke="#111" vector-effect="non-scaling-stroke"/>`;
-  $("poolText").textContent = `${occupancy[at]} of ${top} blocks held in this step, ${most} at most`;
+  $("poolText").textContent = `${held[at]} of ${top} blocks held in this step, ${most} at most`;
 }
 
-$("title").textContent = `${data.name}: ${steps.length} steps${skipped ? ` (${skipped} more are left out)` : ""}, blocks of ${size}`;
+function choose(number) {
+  group = number;
+  size = geometry.block_sizes[group];
+  $("title").textContent = `${data.name}: ${steps.length} steps${skipped ? ` (${skipped} more are left out)` : ""}, blocks of ${size}`;
+  show(at);
+  if (token !== null) explainToken(token);
+}
+$("group").append(...geometry.block_sizes.map((blocks, g) => new Option(`cache group ${g}: blocks of ${blocks}`, g)));
+$("group").hidden = geometry.block_sizes.length < 2;
+$("group").onchange = (event) => choose(Number(event.target.value));
 $("slider").max = steps.length - 1;
 $("slider").oninput = (event) => show(Number(event.target.value));
 $("previous").onclick = () => show(at - 1);
 $("next").onclick = () => show(at + 1);
 addEventListener("resize", drawArrows);
 addEventListener("keydown", (event) => {
-  if (event.target.id === "slider" || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (["slider", "group"].includes(event.target.id) || event.ctrlKey || event.metaKey || event.altKey) return;
   const used = step().num_tokens || 0;
   const moves = { ArrowLeft: () => show(at - 1), ArrowRight: () => show(at + 1), Home: () => show(0), End: () => show(steps.length - 1),
     ArrowDown: () => used && pick(token === null ? 0 : Math.min(token + 1, used - 1)), ArrowUp: () => used && pick(token === null ? 0 : Math.max(token - 1, 0)) };
   if (moves[event.key]) { event.preventDefault(); moves[event.key](); }
 });
-show(0);
+choose(0);

@@ -7,7 +7,7 @@ from jaxrunner.batch import InputBatch, prepare_inputs, record_tokens, update_st
 from jaxrunner.protocol import SchedulerOutput
 from jaxrunner.shapes import Policy, StepShapes
 from tests.jaxrunner.batch.naive import Limits
-from tests.jaxrunner.test_runner import cached, new
+from tests.jaxrunner.plans import cached, new
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
 

@@ -37,6 +37,12 @@ def test_updates_say_how_a_request_ended():
     assert (output.finished_req_ids, output.num_scheduled_tokens) == ({"a", "c", "d"}, {"b": 1})
 
 
+def test_blocks_in_use_are_those_of_the_step_not_of_what_is_left_of_it():
+    scheduler, output = scheduled("a", "b")
+    scheduler.update_from_output(output, rows(a=[60], b=[60]))
+    assert scheduler.usage_in_step == pytest.approx(2 / 19) and scheduler.manager.usage == 0
+
+
 def test_several_tokens_per_step_are_all_fed_in():
     scheduler, output = scheduled("a")
     scheduler.update_from_output(output, rows(a=[7, 8]))

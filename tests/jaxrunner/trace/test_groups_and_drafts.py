@@ -4,30 +4,15 @@ import json
 
 import pytest
 
-from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
-from jaxrunner.trace import Geometry, HostStepper, Trace, check_trace, diff_traces, open_trace, replay, stops
-from jaxrunner.trace.experiment import HostRunner
+from jaxrunner.trace import HostStepper, Trace, check_trace, diff_traces, open_trace, replay, stops
 from jaxrunner.trace.page import page_of
 from jaxrunner.trace.tables import request_table, step_tables
-
-
-def step(runner: HostRunner, computed: dict[str, int], outputs: dict[str, int], drafts: dict[str, list[int]]) -> None:
-    counts = {r: 1 + len(drafts.get(r, [])) for r in computed}
-    cached = CachedRequestData([*computed], set(), [None] * len(computed), [*computed.values()], [*outputs.values()])
-    runner.step(SchedulerOutput([], cached, counts, sum(counts.values()), drafts))
+from tests.jaxrunner.trace.traffic import two_groups
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    small = Geometry(3, 32, 16, 100, 0, (2, 8), (0, 0), (4, 8), 20, 2, (), 0)
-    path = tmp_path_factory.mktemp("groups") / "t.jsonl"
-    runner = HostRunner(path, Geometry.of(small.new_batch()))
-    new = [NewRequestData("a", [1, 2, 3, 4, 5], ([1, 2, 3], [4, 5])), NewRequestData("b", [7, 8], ([4, 5], [6]))]
-    runner.step(SchedulerOutput(new, num_scheduled_tokens={"a": 5, "b": 2}, total_num_scheduled_tokens=7))
-    step(runner, {"a": 5, "b": 2}, {"a": 1, "b": 1}, {"a": [9, 9]})
-    step(runner, {"a": 6, "b": 3}, {"a": 2, "b": 2}, {"b": [11]})  # both drafts of a were refused
-    runner.recorder.close()
-    return open_trace(path)
+    return open_trace(two_groups(tmp_path_factory.mktemp("groups")))
 
 
 def test_it_checks_clean_and_replays(trace: Trace):

@@ -13,7 +13,7 @@ from jaxrunner.batch import update_states
 from jaxrunner.trace import open_trace
 from jaxrunner.trace.experiment import HostRunner
 from jaxrunner.trace.page import page_of
-from tests.jaxrunner.trace.traffic import run_traffic
+from tests.jaxrunner.trace.traffic import run_traffic, two_groups
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -87,6 +87,31 @@ def test_it_loads_moves_and_explains(browser, traffic: Path, tmp_path: Path):
         page.locator(f"#tokens [data-field='{field}']").first.click()
         assert page.locator("#explanation strong").inner_text().startswith(field)
     page.screenshot(path=tmp_path / "step.png", full_page=True)
+    assert said == []
+    page.close()
+
+
+def test_the_second_cache_group_can_be_chosen(browser, traffic: Path, tmp_path: Path):
+    """Blocks of 8 beside those of 4; with one group there is nothing to choose."""
+    page, said = open_page(browser, traffic, tmp_path)
+    assert not page.locator("#group").is_visible()
+    page.close()
+    path = two_groups(tmp_path)
+    line = open_trace(path).step(1)
+    page, said = open_page(browser, path, tmp_path)
+    page.locator("#slider").fill("1")
+    page.locator("[data-token='2']").click()
+    for group, (size, held) in enumerate([(2, 5), (8, 3)]):
+        page.locator("#group").select_option(str(group))
+        assert page.locator(".page").all_inner_texts() == [str(b) for row in line["block_rows"][group] for b in row]
+        slot, position = line["slot_mapping"][group][2], line["positions"][2]
+        text = page.locator("#explanation").inner_text()
+        assert f"slot_mapping[2] = {slot}" in text and f"* {size} + {position % size}" in text
+        assert page.locator("#poolText").inner_text().startswith(f"{held} of 19 blocks held")
+        assert f"blocks of {size}" in page.locator("#title").inner_text()
+    page.locator("#group").press("ArrowUp")  # the list's key, not the page's: the token stays
+    assert page.locator("[data-token='2']").get_attribute("aria-pressed") == "true"
+    page.screenshot(path=tmp_path / "groups.png", full_page=True)
     assert said == []
     page.close()
 
@@ -196,10 +221,10 @@ def test_a_trace_with_a_wrong_plan_can_be_looked_at(tmp_path: Path):
 
 def test_blocks_held_are_counted_as_the_pool_counts_them(traffic: Path, tmp_path: Path):
     """Kernel blocks of half the size are two to a block of the pool."""
-    held = data_of(page_of(open_trace(traffic)))["occupancy"]
+    (held,) = data_of(page_of(open_trace(traffic)))["occupancy"]
     header, rest = traffic.read_text().split("\n", 1)
     halved = json.loads(header)
     halved["geometry"] |= {"block_sizes": [2], "widths": [2 * n for n in halved["geometry"]["widths"]]}
     path = tmp_path / "halved.jsonl"
     path.write_text(json.dumps(halved) + "\n" + rest)
-    assert max(held) > 5 and data_of(page_of(open_trace(path)))["occupancy"] == held
+    assert max(held) > 5 and data_of(page_of(open_trace(path)))["occupancy"] == [held]

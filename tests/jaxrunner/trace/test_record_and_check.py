@@ -173,13 +173,30 @@ def test_a_broken_trace_is_refused_with_its_line(tmp_path: Path, traffic: Path):
     other.write_text('{"format": "something"}\n')
     with pytest.raises(ValueError, match="is no trace"):
         open_trace(other)
-    cut = tmp_path / "cut.jsonl"
-    text = traffic.read_text()
-    cut.write_text(text[: text.index("\n", len(text) // 2) + 50])
-    with pytest.raises(ValueError, match=r"line \d+ is no JSON"):
-        list(open_trace(cut).lines())
+    broken = tmp_path / "broken.jsonl"
+    texts = traffic.read_text().splitlines(keepends=True)
+    broken.write_text("".join([*texts[:5], texts[5][:50] + "\n", *texts[6:]]))
+    with pytest.raises(ValueError, match="line 6 is no JSON"):
+        list(open_trace(broken).lines())
     with pytest.raises(ValueError, match="there is no step 100000"):
         open_trace(traffic).step(100000)
+
+
+@pytest.mark.parametrize("end", ["", "{", '{"step": 3, "req_ids": ["\u00e9'.encode()[:-1], bytes(100)], ids=repr)
+def test_a_trace_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path, traffic: Path, end: str | bytes):
+    """As a crash leaves it: such a run above all is one to look at."""
+    cut, said = tmp_path / "cut.jsonl", []
+    whole = "".join(traffic.read_text().splitlines(keepends=True)[:8]).encode()
+    cut.write_bytes(whole + (end.encode() if isinstance(end, str) else end))
+    trace = open_trace(cut, said.append)
+    assert list(trace.lines()) == list(open_trace(traffic).lines())[:7]
+    assert said == ([f"{cut}, line 9 was cut off: the 7 steps and events before it count"] if end else [])
+    cut.write_bytes(whole.rstrip(b"\n"))  # only the end of the line is missing
+    assert len(list(open_trace(cut, pytest.fail).lines())) == 7
+    first = whole.index(b"\n") + 1
+    cut.write_bytes(whole[: first + 20])
+    with pytest.raises(ValueError, match="line 2 was cut off, and nothing else follows the header"):
+        list(open_trace(cut).lines())
 
 
 def test_the_header_says_what_was_run(traffic: Path):

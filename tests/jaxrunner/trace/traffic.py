@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrunner.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheManager
-from jaxrunner.protocol import SchedulerOutput
+from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput
 from jaxrunner.request import Request
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.scheduler import Scheduler, SchedulerConfig
@@ -62,3 +62,24 @@ def run_traffic(
         raise AssertionError("the traffic did not end")
     finally:
         runner.recorder.close()
+
+
+def two_groups(folder: Path) -> Path:
+    """A trace of three steps: two cache groups, the first addressed in halves by its kernel, and rows with drafts."""
+    small = Geometry(3, 32, 16, 100, 0, (2, 8), (0, 0), (4, 8), 20, 2, (), 0)
+    path = folder / "groups.jsonl"
+    runner = HostRunner(path, Geometry.of(small.new_batch()))
+
+    def step(computed: dict[str, int], outputs: dict[str, int], drafts: dict[str, list[int]]) -> None:
+        counts = {r: 1 + len(drafts.get(r, [])) for r in computed}
+        cached = CachedRequestData(
+            [*computed], set(), [None] * len(computed), [*computed.values()], [*outputs.values()]
+        )
+        runner.step(SchedulerOutput([], cached, counts, sum(counts.values()), drafts))
+
+    new = [NewRequestData("a", [1, 2, 3, 4, 5], ([1, 2, 3], [4, 5])), NewRequestData("b", [7, 8], ([4, 5], [6]))]
+    runner.step(SchedulerOutput(new, num_scheduled_tokens={"a": 5, "b": 2}, total_num_scheduled_tokens=7))
+    step({"a": 5, "b": 2}, {"a": 1, "b": 1}, {"a": [9, 9]})
+    step({"a": 6, "b": 3}, {"a": 2, "b": 2}, {"b": [11]})  # both drafts of a were refused
+    runner.recorder.close()
+    return path
