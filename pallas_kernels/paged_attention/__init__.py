@@ -12,6 +12,7 @@ from pallas_kernels.implementation import (
     choose_attention,
 )
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
+from pallas_kernels.paged_attention.mosaic_sm80 import MosaicSm80Attention
 from pallas_kernels.paged_attention.mosaic_sm90 import MosaicSm90Attention
 from pallas_kernels.paged_attention.reference import ReferenceAttention
 from pallas_kernels.paged_attention.triton import TritonAttention
@@ -21,6 +22,7 @@ from pallas_kernels.paged_attention.triton import TritonAttention
 IMPLEMENTATIONS: tuple[AttentionImplementation, ...] = (
     MosaicSm90Attention(),
     TritonAttention(),
+    MosaicSm80Attention(),
     ReferenceAttention(),
 )
 

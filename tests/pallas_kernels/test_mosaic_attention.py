@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import AttentionLayer, GroupSpec, choose_attention
-from pallas_kernels.paged_attention.mosaic_sm90 import MosaicSm90Attention, toolchain, work
+from pallas_kernels.paged_attention.mosaic import toolchain, work
+from pallas_kernels.paged_attention.mosaic_sm90 import MosaicSm90Attention
 from pallas_kernels.paged_attention.mosaic_sm90.plan import SHARED_BYTES, make_plan
 from tests.pallas_kernels.implementations import QUICK
 from tests.pallas_kernels.ragged import Shape, make_batch, requests_of

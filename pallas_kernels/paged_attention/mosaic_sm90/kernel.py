@@ -1,7 +1,6 @@
 """The attention kernel for Hopper: bulk copies of pages, wgmma in both products, one warpgroup that only loads."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,44 +8,35 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float32
+from jaxtyping import Float
 
 from pallas_kernels.metadata import KVCache
-from pallas_kernels.paged_attention.mosaic_sm90 import work as w
+from pallas_kernels.paged_attention.mosaic.merge import Partials, compiler_params, partial_shapes
+from pallas_kernels.paged_attention.mosaic.pieces import Piece, each_piece, share
+from pallas_kernels.paged_attention.mosaic.plan import ROWS, Plan
+from pallas_kernels.paged_attention.mosaic.softmax import first_maximum
+from pallas_kernels.paged_attention.mosaic.work import Work
 from pallas_kernels.paged_attention.mosaic_sm90.compute import (
+    VECTOR,
     Buffers,
-    Piece,
     attend,
-    first_maximum,
+    head_of_row,
     keep,
     load_queries,
     pass_tiles,
-    share,
     store_results,
 )
 from pallas_kernels.paged_attention.mosaic_sm90.loader import drain, load_piece
-from pallas_kernels.paged_attention.mosaic_sm90.plan import ROWS, Plan
 
 # Of a thread, for two warpgroups that compute and one that loads; a block has 65536.
 REGISTERS = 224, 64
-
-
-class Partials(NamedTuple):
-    """What the pieces of divided tiles left: their results, normalised, and log2 of their sums of exponentials.
-
-    By kind of piece (0: the first of its tile, named by the cut that ends it; 1: a later one, named by the cut that
-    begins it), cut, kv head and token of the tile; `rows` in the order of the warpgroups' registers.
-    """
-
-    out: Float32[Array, "2 cuts Hkv tokens Gp D"]
-    log_sums: Float32[Array, "2 cuts Hkv warpgroups 64"]
 
 
 def attention(
     q: Float[Array, "T H D"],
     cache: KVCache,
     block_table: Array,
-    work: w.Work,
+    work: Work,
     sinks: Array | None,
     scale: float,
     soft_cap: float | None,
@@ -72,30 +62,6 @@ def attention(
         queries, (staging, staging_f32), log_sums, kept, keys, values, queries_here, *barriers, values_raw = rest
         worker, head, warpgroup = (lax.axis_index(name) for name in ("worker", "head", "warpgroup"))
 
-        def each_piece(do: Callable[[Piece, Array], None]) -> Array:
-            """Calls do(piece, K/V tiles before it) for this worker's pieces; returns the number of K/V tiles."""
-
-            def one(t: Array, count: Array) -> Array:
-                piece = piece_of(t)
-                following = count + piece.end - piece.begin
-                do(piece, count)
-                return following
-
-            stop = cuts[worker + 1, w.CUT_TILE] + (cuts[worker + 1, w.CUT_OFFSET] > 0).astype(jnp.int32)
-            return lax.fori_loop(cuts[worker, w.CUT_TILE], stop, one, jnp.int32(0))
-
-        def piece_of(t: Array) -> Piece:
-            # Read anew whenever needed: only few registers are left in the loops over keys.
-            first_tile, first_offset = cuts[worker, w.CUT_TILE], cuts[worker, w.CUT_OFFSET]
-            last_tile, last_offset = cuts[worker + 1, w.CUT_TILE], cuts[worker + 1, w.CUT_OFFSET]
-            row, token, length, position, first_key, num_keys, kv_tiles, zero = (
-                tiles[t, column]
-                for column in (w.ROW, w.TOKEN, w.LENGTH, w.POSITION, w.FIRST_KEY, w.NUM_KEYS, w.KV_TILES, w.ZERO)
-            )
-            begin = jnp.where(t == first_tile, first_offset, 0)
-            end = jnp.where(t == last_tile, last_offset, kv_tiles)
-            return Piece(row, token, length, position, first_key, num_keys, kv_tiles, begin, end, zero)
-
         @pl.when(warpgroup < plan.warpgroups)
         def _compute() -> None:
             if plan.warpgroups == 2:
@@ -119,7 +85,7 @@ def attention(
                 def _() -> None:
                     keep(piece, rows, buffers)
                     load_queries(q, head, rows, buffers, plan)
-                    initial = first_maximum(sink, head, piece, plan)
+                    initial = first_maximum(sink, head, head_of_row(plan), piece, plan.group, VECTOR)
                     state = attend(
                         piece,
                         rows,
@@ -141,7 +107,7 @@ def attention(
                     def _() -> None:
                         pass_tiles(piece, count, buffers, plan)
 
-            each_piece(one)
+            each_piece(tiles, cuts, worker, one)
 
         @pl.when(warpgroup == plan.warpgroups)
         def _load() -> None:
@@ -152,7 +118,7 @@ def attention(
             def one(piece: Piece, count: Array) -> None:
                 load_piece(k, v, table, head, piece, count, buffers, values_raw, plan)
 
-            drain(each_piece(one), buffers, plan)
+            drain(each_piece(tiles, cuts, worker, one), buffers, plan)
 
     results = plgpu.kernel(
         body,
@@ -167,24 +133,6 @@ def attention(
         interpret=interpret,
     )(*inputs)
     return results[0], Partials(*results[1:]) if divided else None
-
-
-def compiler_params() -> plgpu.CompilerParams:
-    """With the layout of every register array as the kernels name it: JAX 0.12's inference of layouts does not know
-    plain rows in shared memory."""
-    return plgpu.CompilerParams(
-        approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
-    )
-
-
-def partial_shapes(plan: Plan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Of the fields of `Partials`."""
-    group = plan.group + (plan.group * plan.head_dim % 128 != 0)  # what is loaded at once fills a warpgroup
-    places = 2, plan.workers + 1, plan.num_kv_heads
-    return (
-        jax.ShapeDtypeStruct((*places, plan.tokens_per_tile, group, plan.head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((*places, plan.warpgroups, ROWS), jnp.float32),
-    )
 
 
 def _scratch(plan: Plan, dtype: DTypeLike) -> list[Any]:

@@ -8,8 +8,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Int32
 
-from pallas_kernels.paged_attention.mosaic_sm90.compute import MATRIX, ROWS, Buffers, Piece
-from pallas_kernels.paged_attention.mosaic_sm90.plan import Plan
+from pallas_kernels.paged_attention.mosaic.pieces import Piece
+from pallas_kernels.paged_attention.mosaic.plan import ROWS, Plan
+from pallas_kernels.paged_attention.mosaic_sm90.compute import MATRIX, Buffers
 
 
 def load_piece(

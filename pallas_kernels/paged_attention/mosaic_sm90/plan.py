@@ -22,71 +22,13 @@ One block runs on an SM. What must be in flight to keep HBM busy is its bandwidt
 = 4.8 MB, 36 KiB an SM; all choices have three times that or more.
 """
 
-from dataclasses import dataclass
-
 from pallas_kernels.implementation import AttentionLayer
+from pallas_kernels.paged_attention.mosaic.plan import ROWS, Plan
 
-ROWS = 64  # of a compute warpgroup: M of wgmma
 SHARED_BYTES = 232448  # that a block can have on sm_90
 # Mosaic's scratch for reductions, barriers and alignment.
 RESERVED_BYTES = 2048 + 1024
 MAX_STAGES = 6
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a kernel is compiled for, beside shapes.
-
-    Attributes:
-        num_tokens: T of the step.
-        group: query heads per kv head, G.
-        block_size: keys of a page.
-        window, causal: which keys a query sees.
-        warpgroups: that compute, 1 or 2.
-        block_keys: keys of a K or V tile, a multiple or a divisor of block_size.
-        stages: K and V tiles in the ring.
-        workers: blocks for each kv head; they share the step's work evenly.
-    """
-
-    num_tokens: int
-    num_kv_heads: int
-    group: int
-    head_dim: int
-    block_size: int
-    window: int | None
-    causal: bool
-    warpgroups: int
-    block_keys: int
-    stages: int
-    workers: int
-
-    @property
-    def tokens_per_warpgroup(self) -> int:
-        return ROWS // self.group
-
-    @property
-    def tokens_per_tile(self) -> int:
-        return self.tokens_per_warpgroup * self.warpgroups
-
-    @property
-    def box(self) -> int:
-        """Tokens that one bulk copy of queries brings."""
-        return min(self.tokens_per_warpgroup, self.num_tokens)
-
-    @property
-    def staged(self) -> int:
-        """Columns of the staging buffer."""
-        return min(self.head_dim, 128)
-
-    @property
-    def copied_keys(self) -> int:
-        """Keys that one bulk copy brings: a page, or as much of it as a tile has."""
-        return min(self.block_size, self.block_keys)
-
-    @property
-    def copies(self) -> int:
-        """Bulk copies for a K or V tile."""
-        return self.block_keys // self.copied_keys
 
 
 def make_plan(

@@ -1,8 +1,8 @@
-"""Which versions of JAX and CUDA the Hopper kernels can be compiled with."""
+"""Which versions of JAX and CUDA the Mosaic kernels can be compiled with."""
 
 import jax
 
-# Loads of plain rows in the layout of wgmma's results, references as kernel operands, and transposed references.
+# Loads of plain rows in the layout of a product's results, references as kernel operands, and transposed references.
 OLDEST_JAX = (0, 11, 2)
 # ptxas of these miscompiles causal attention (as JAX's own attention_mgpu says): from the first, before the second.
 MISCOMPILING = (12, 8, 0), (12, 9, 1)

@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Int32
 
 from pallas_kernels.metadata import CommonAttentionMetadata, count_at_most
-from pallas_kernels.paged_attention.mosaic_sm90.plan import Plan
+from pallas_kernels.paged_attention.mosaic.plan import Plan
 
 # What a tile costs beside its keys (queries in, results out), in K/V tiles.
 TILE_COST = 2

@@ -20,9 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Float32, Int32
 
-from pallas_kernels.paged_attention.mosaic_sm90 import work as w
-from pallas_kernels.paged_attention.mosaic_sm90.kernel import Partials, compiler_params
-from pallas_kernels.paged_attention.mosaic_sm90.plan import Plan
+from pallas_kernels.paged_attention.mosaic import work as w
+from pallas_kernels.paged_attention.mosaic.plan import ROWS, Plan
 from pallas_kernels.paged_attention.softmax import MASKED
 
 WARPGROUPS = 8
@@ -31,10 +30,57 @@ AT_ONCE = 4  # pieces
 MOST = 512  # elements
 
 
+class Partials(NamedTuple):
+    """What the pieces of divided tiles left: their results, normalised, and log2 of their sums of exponentials.
+
+    By kind of piece (0: the first of its tile, named by the cut that ends it; 1: a later one, named by the cut that
+    begins it), cut, kv head and token of the tile; `rows` in the order of the warpgroups' registers.
+    """
+
+    out: Float32[Array, "2 cuts Hkv tokens Gp D"]
+    log_sums: Float32[Array, "2 cuts Hkv warpgroups 64"]
+
+
+def compiler_params(*, unsafe_no_auto_barriers: bool = False) -> plgpu.CompilerParams:
+    """With the layout of every register array as the kernels name it: JAX 0.12's inference of layouts does not know
+    plain rows in shared memory.
+
+    Args:
+        unsafe_no_auto_barriers: the kernel itself says where its warps must wait for one another.
+    """
+    return plgpu.CompilerParams(
+        approx_math=True,
+        reduction_scratch_bytes=0,
+        unsafe_no_auto_barriers=unsafe_no_auto_barriers,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+    )
+
+
+def partial_shapes(plan: Plan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Of the fields of `Partials`."""
+    group = plan.group + (plan.group * plan.head_dim % 128 != 0)  # what is loaded at once fills a warpgroup
+    places = 2, plan.workers + 1, plan.num_kv_heads
+    return (
+        jax.ShapeDtypeStruct((*places, plan.tokens_per_tile, group, plan.head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((*places, plan.warpgroups, ROWS), jnp.float32),
+    )
+
+
 def merge(
-    out: Float[Array, "T Hkv G D"], partials: Partials, work: w.Work, interpret: plgpu.InterpretGPUParams | None
+    out: Float[Array, "T Hkv G D"],
+    partials: Partials,
+    work: w.Work,
+    store: Callable[[Any, Any], None],
+    name: str,
+    interpret: plgpu.InterpretGPUParams | None,
 ) -> Float[Array, "T Hkv G D"]:
-    """`out` with the divided tiles' tokens filled in, in place."""
+    """`out` with the divided tiles' tokens filled in, in place.
+
+    Args:
+        store: copies the G * D numbers of a token from shared memory, just written by the same warpgroup, to `out`;
+            is done with the former when it returns.
+        name: of the launch.
+    """
     plan = work.plan
     cuts_per_head, heads = plan.workers + 1, plan.num_kv_heads
     size = partials.out.shape[-2] * plan.head_dim  # a multiple of THREADS
@@ -63,15 +109,11 @@ def merge(
                         return plgpu.load(pieces.at[kind, c, head, token, elements], layout=layout.layout)
 
                     def log_sum(kind: Any, c: Array, g: int) -> Array:
-                        return log_sums[kind, c, head, place.warpgroup, g * plan.box + place.row]
+                        return log_sums[kind, c, head, place.warpgroup, plan.row_of(place.token, g)]
 
                     merged = _merge_token(piece, log_sum, cut, later, group, plan, layout)
                     staging[warpgroup, elements] = merged.astype(out.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    staging.at[warpgroup, pl.ds(0, plan.group * plan.head_dim)], result.at[first + token, head]
-                )
-                plgpu.wait_smem_to_gmem(0)
+                store(staging.at[warpgroup, pl.ds(0, plan.group * plan.head_dim)], result.at[first + token, head])
 
     plgpu.kernel(
         body,
@@ -81,7 +123,7 @@ def merge(
         grid_names=("cut", "head"),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
-        kernel_name="merge_attention_mosaic_sm90",
+        kernel_name=name,
         compiler_params=compiler_params(),
         interpret=interpret,
     )(flat, partials.log_sums, work.tiles, work.cuts, result)
@@ -104,10 +146,10 @@ def _vector_layout(heads: int, head_dim: int) -> _Vector:
 
 
 class _Place(NamedTuple):
-    """Where the attention kernel had a tile's token: warpgroup, and row among those of one head."""
+    """Where the attention kernel had a tile's token: warpgroup, and which of its box's tokens."""
 
     warpgroup: Int32[Array, ""]
-    row: Int32[Array, ""]
+    token: Int32[Array, ""]
 
 
 def _place(token: Int32[Array, ""], first: Int32[Array, ""], plan: Plan) -> _Place:
