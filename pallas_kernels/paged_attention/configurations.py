@@ -21,6 +21,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"soft_cap": 50.0},
     {"sinks": True},
     {"blocks": 2**20},  # a cache past 2**32 bytes
+    {"d": 64, "g": 7},  # as Qwen2.5-0.5B's: a token's queries are no whole number of rows of 128
     {"d": 256, "g": 2, "window": 512, "soft_cap": 50.0},  # as Gemma 2's and 3's
     {"d": 64, "g": 8, "window": 128, "sinks": True},  # as GPT-OSS's
     {"d": 256, "g": 8, "b": 64, "window": 512, "soft_cap": 50.0, "sinks": True, "dtype": "float16"},

@@ -14,6 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import AttentionImplementation, AttentionLayer, GroupSpec
+from pallas_kernels.paged_attention.mosaic_sm80 import MosaicSm80Attention
 from pallas_kernels.paged_attention.mosaic_sm90 import MosaicSm90Attention
 from pallas_kernels.paged_attention.reference import ReferenceAttention
 from pallas_kernels.paged_attention.triton import TritonAttention
@@ -43,6 +44,11 @@ TESTED = (
     # As few workers as make them divide the keys of some requests, and a ring that every request goes around.
     Tested(
         MosaicSm90Attention(interpret=plgpu.InterpretGPUParams(detect_races=True), stages=2, workers=3),
+        examples=1,
+        seconds=300,
+    ),
+    Tested(
+        MosaicSm80Attention(interpret=plgpu.InterpretGPUParams(detect_races=True), stages=3, workers=3),
         examples=1,
         seconds=300,
     ),

@@ -64,7 +64,8 @@ class MosaicSm80Attention(MosaicAttention):
         return merge(out, partials, work, store, f"merge_attention_{self.name}", self.interpret)
 
     def configurations(self) -> Iterable[KernelConfiguration]:
-        return attention_configurations(
+        """Those of mixed steps: what is compiled for a decode is the same."""
+        configurations = attention_configurations(
             self,
             head_dims=HEAD_DIMS,
             groups=GROUPS,
@@ -72,3 +73,4 @@ class MosaicSm80Attention(MosaicAttention):
             capabilities=((8, 0), (8, 9)),
             needs=frozenset({TENSOR_CORES, ASYNC_COPIES, WIDE_LOADS}),
         )
+        return (each for each in configurations if each.config.startswith("mixed"))

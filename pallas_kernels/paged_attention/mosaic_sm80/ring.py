@@ -18,9 +18,8 @@ Pages = tuple[Array, ...]
 class Ring:
     """The K/V tiles of a piece, which begin anew at slot 0.
 
-    The copies of a tile start when the tile `stages` - 1 before it is about to be computed. A wait names how many
-    copies may be under way, the latest ones; so it counts on those of all later tiles having been started, and where
-    the piece ends before them it waits for all.
+    The copies of a tile start when the tile `stages` - 1 before it is about to be computed. A wait says how many copies
+    may still be under way, the latest ones: those of the later tiles that were started.
 
     Attributes:
         k, v: the caches, [N, B, Hkv * D]: only the last two axes of a reference can be a tile that is copied.
@@ -51,13 +50,14 @@ class Ring:
         Args:
             pages: of the tile to start. They are read a tile ahead, so that the wait for them costs nothing.
         """
-        slot, later = self._slot(piece, j), self.plan.stages - 2
-        if later == 0 or self.device.interpreted:
+        slot = self._slot(piece, j)
+        most = self.plan.stages - 2  # later tiles that were started
+        if self.device.interpreted or most == 0:
             self.device.wait(0, self._here(slot))
         else:
-            complete = j + later < piece.end
-            pl.when(complete)(lambda: self.device.wait(later * 2 * self.plan.copies, self._here(slot)))
-            pl.when(~complete)(lambda: self.device.wait(0, self._here(slot)))
+            later = jnp.minimum(piece.end - 1 - j, most)
+            for n in range(most + 1):  # a wait has its number in the code
+                pl.when(later == n)(lambda n=n: self.device.wait(n * 2 * self.plan.copies, self._here(slot)))
         following = j + (self.plan.stages - 1)
         pl.when(following < piece.end)(lambda: self._start(piece, following, pages))
         return slot, self.pages(piece, following + 1)
