@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention.reference import ReferenceAttention
 from pallas_kernels.paged_attention.triton import TritonAttention
 
 # Best first: "auto" takes the first that does not refuse. The kernel made for a GPU comes before one that runs on many,
-# and the reference last.
+# and the reference last. Ampere's comes after the one that it is to replace until a GPU has run both.
 IMPLEMENTATIONS: tuple[AttentionImplementation, ...] = (
     MosaicSm90Attention(),
     TritonAttention(),
@@ -54,7 +54,8 @@ def paged_attention(
     Args:
         cache: k and v, [N, B, Hkv, D] each, of any floating-point dtype; B = metadata.block_size.
         sinks: a learned logit per query head that joins the softmax's denominator.
-        implementation: "auto", or a name: "triton", "reference". The reference alone is differentiable.
+        implementation: "auto", or a name: "mosaic_sm90", "triton", "mosaic_sm80", "reference". The reference alone is
+            differentiable.
 
     Raises:
         ValueError: shapes or dtypes that disagree; an implementation that is unknown or refuses the case.

@@ -14,6 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import AttentionImplementation, AttentionLayer, GroupSpec
+from pallas_kernels.paged_attention.mosaic import toolchain
 from pallas_kernels.paged_attention.mosaic_sm80 import MosaicSm80Attention
 from pallas_kernels.paged_attention.mosaic_sm90 import MosaicSm90Attention
 from pallas_kernels.paged_attention.reference import ReferenceAttention
@@ -40,7 +41,7 @@ class Tested:
         return self.implementation.name
 
 
-TESTED = (
+MOSAIC = (
     # As few workers as make them divide the keys of some requests, and a ring that every request goes around.
     Tested(
         MosaicSm90Attention(interpret=plgpu.InterpretGPUParams(detect_races=True), stages=2, workers=3),
@@ -52,6 +53,9 @@ TESTED = (
         examples=1,
         seconds=300,
     ),
+)
+TESTED = (
+    *(MOSAIC if toolchain.refuses_names() is None else ()),
     # As few programs as make it split the keys of some requests, and not of others.
     Tested(TritonAttention(interpret=True, most_programs=16)),
     Tested(ReferenceAttention(), platform="cpu", examples=10),

@@ -60,7 +60,7 @@ def test_refusals(monkeypatch):
         assert "block size must be one of" in refuses(LAYER, 8, "bfloat16", "gpu")
         assert "head size must be one of" in refuses(AttentionLayer("", 32, 8, 96, 0.1), 16, "bfloat16", "gpu")
         monkeypatch.delattr(plgpu, "mma")
-        assert refuses(LAYER, 16, "bfloat16", "gpu") == "this JAX has no plgpu.mma"
+        assert "has no plgpu.mma" in refuses(LAYER, 16, "bfloat16", "gpu")
 
 
 def test_runs_of_tokens_are_powers_of_two():

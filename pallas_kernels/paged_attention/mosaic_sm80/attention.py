@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jax import Array
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int32
 
 from pallas_kernels.configurations import ASYNC_COPIES, TENSOR_CORES, WIDE_LOADS, KernelConfiguration
@@ -27,11 +26,9 @@ class MosaicSm80Attention(MosaicAttention):
     name: ClassVar[str] = "mosaic_sm80"
 
     def refuses_device(self, device: Device) -> str | None:
-        if device.capability not in PROCESSORS:
-            return f"it needs a GPU of compute capability 8.x (Ampere, Ada), not {device.kind} ({device.capability})"
-        if not hasattr(plgpu, "mma"):
-            return "this JAX has no plgpu.mma"
-        return None
+        if device.capability in PROCESSORS:
+            return None
+        return f"it needs a GPU of compute capability 8.x (Ampere, Ada), not {device.kind} ({device.capability})"
 
     def plan(self, layer: AttentionLayer, num_tokens: int, num_rows: int, block_size: int, causal: bool) -> Plan:
         device = current_device()

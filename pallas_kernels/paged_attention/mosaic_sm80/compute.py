@@ -7,7 +7,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic.merge import Partials
 from pallas_kernels.paged_attention.mosaic.pieces import Piece, Rows
 from pallas_kernels.paged_attention.mosaic.plan import ROWS, Plan
 from pallas_kernels.paged_attention.mosaic.softmax import (
@@ -102,12 +101,12 @@ def store_results(
     worker: Array,
     head: Array,
     out: Any,
-    partials: Partials | None,
+    partials: Any,
     buffers: Buffers,
     device: Device,
     plan: Plan,
 ) -> None:
-    """A whole tile's results to `out`; those of a piece, with their sums, to `partials`."""
+    """A whole tile's results to `out`; those of a piece, with their sums, to `partials` (None: there are no such)."""
     seen = state.total > 0
     scale = jnp.where(seen, 1 / jnp.where(seen, state.total, 1.0), 0.0)
     result = state.acc * lax.broadcast_in_dim(scale, state.acc.shape, [0])

@@ -1,6 +1,7 @@
 """Pages on their way to the ring of K and V tiles, ahead of what is computed."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ class Ring:
         """Starts the first tiles; the slots must be free. Returns the pages of the next."""
         for i in range(self.plan.stages - 1):
             j = piece.begin + i
-            pl.when(j < piece.end)(lambda j=j: self._start(piece, j, self.pages(piece, j)))
+            pl.when(j < piece.end)(partial(self._start_first, piece, j))
         return self.pages(piece, piece.begin + self.plan.stages - 1)
 
     def take(self, piece: Piece, j: Array, pages: Pages) -> tuple[Array, Pages]:
@@ -57,7 +58,8 @@ class Ring:
         else:
             later = jnp.minimum(piece.end - 1 - j, most)
             for n in range(most + 1):  # a wait has its number in the code
-                pl.when(later == n)(lambda n=n: self.device.wait(n * 2 * self.plan.copies, self._here(slot)))
+                under_way = n * 2 * self.plan.copies
+                pl.when(later == n)(partial(self.device.wait, under_way, self._here(slot)))
         following = j + (self.plan.stages - 1)
         pl.when(following < piece.end)(lambda: self._start(piece, following, pages))
         return slot, self.pages(piece, following + 1)
@@ -68,6 +70,9 @@ class Ring:
         last = lax.div(jnp.maximum(piece.num_keys - 1, 0), jnp.int32(plan.block_size))
         keys = (piece.first_key + j * plan.block_keys + i * plan.copied_keys for i in range(plan.copies))
         return tuple(self.table[piece.row, jnp.minimum(lax.div(key, jnp.int32(plan.block_size)), last)] for key in keys)
+
+    def _start_first(self, piece: Piece, j: Array) -> None:
+        self._start(piece, j, self.pages(piece, j))
 
     def _start(self, piece: Piece, j: Array, pages: Pages) -> None:
         plan, slot = self.plan, self._slot(piece, j)

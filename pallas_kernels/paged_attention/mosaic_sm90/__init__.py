@@ -2,11 +2,12 @@
 
 One kernel takes decoding, prefill, chunks over a cached prefix and any mix of them:
 
-- `work`: the step's queries are cut into tiles and the tiles' keys among the workers, once a step for all layers.
+- `mosaic.work`: the step's queries are cut into tiles and the tiles' keys among the workers, once a step for all
+  layers.
 - `kernel`: a worker goes through its share. One warpgroup loads (`loader`): a bulk copy (TMA) for each page and kv
   head, into a ring of K and V tiles that runs ahead over the borders of pieces. One or two compute (`compute`): 64
   rows each, wgmma in both products (`products`), online softmax; tiles that every row sees whole go without masks.
-- `merge`: tiles that were divided among workers get their result.
+- `mosaic.merge`: tiles that were divided among workers get their result.
 
 What must be moved, for a step with K keys to read in all, D the head size, 2 bytes an element: 4 * K * Hkv * D bytes
 of K and V, each once for every tile of queries that sees it, and q and out, 4 * T * H * D. What is moved besides: 32
