@@ -1,7 +1,7 @@
 """Runs one small step through the interpreter of Mosaic kernels with a fault planted; a process of its own, since a
 fault can hang the interpreter, or leave it unusable.
 
-    python -m tests.pallas_kernels.planted nothing|fence|barrier|sm80|sm80-meet|sm80-wait
+    python -m tests.pallas_kernels.planted nothing|fence|barrier|sm80-meet|sm80-wait
 
 The first three are of the Hopper kernel, the others of Ampere's.
 

@@ -155,13 +155,8 @@ def test_a_result_is_renamed_as_a_left_operand_without_moving():
         assert places(matrix.to_mgpu()) == places(left.to_mgpu())
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [("sm80", "right"), ("sm80-meet", "RACE DETECTED"), ("sm80-wait", "RACE DETECTED")],
-)
-def test_the_interpreter_sees_planted_faults(fault, words):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.planted", fault], capture_output=True, text=True, timeout=300
-    )
-    assert words in done.stdout + done.stderr
-    assert (done.returncode == 0) == (fault == "sm80")
+@pytest.mark.parametrize("fault", ["meet", "wait"])
+def test_the_interpreter_sees_planted_faults(fault):
+    command = [sys.executable, "-m", "tests.pallas_kernels.planted", f"sm80-{fault}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "RACE DETECTED" in done.stdout + done.stderr and done.returncode != 0
