@@ -85,9 +85,14 @@ def draw_params(draw: random.Random) -> dict:
         params["allowed_token_ids"] = draw.sample(range(V), 30)
     if draw.random() < 0.15:
         params["bad_words"] = [f"{draw.randrange(64) * 5}" for _ in range(2)]
+    elif draw.random() < 0.05:  # after one of these no other may follow
+        ids = draw.sample(range(3, V), 2)
+        params |= {"allowed_token_ids": ids, "bad_words_token_ids": [[i, j] for i in ids for j in ids]}
     if draw.random() < 0.15:
         params["structured_outputs"] = draw.choice(SHAPES)
     params["logprobs"] = draw.choice([None, None, None, 0, 3])
+    if params["logprobs"] is None and draw.random() < 0.2:
+        params["logprob_token_ids"] = draw.sample(range(V), draw.randint(1, 9))
     params["prompt_logprobs"] = draw.choice([None, None, None, None, 2])
     params["truncate_prompt_tokens"] = draw.choice([None, None, None, -1, 5])
     params["skip_reading_prefix_cache"] = draw.choice([None, None, None, True])
@@ -167,7 +172,9 @@ def run_alone(llm: LLM, limits_of: Engine, spec: Spec) -> RequestOutput:
 def check(spec: Spec, alone: RequestOutput) -> None:
     last = spec.told[-1]
     assert last.finished and not any(output.finished for output in spec.told[:-1])
-    assert last.prompt_token_ids == alone.prompt_token_ids
+    assert last.prompt_token_ids == alone.prompt_token_ids and (
+        last.error == alone.error or spec.aborted_after is not None
+    )
     if last.outputs[0].finish_reason != "abort":
         assert last.prompt_logprobs == alone.prompt_logprobs
     for got, right in zip(last.outputs, alone.outputs, strict=True):

@@ -37,6 +37,11 @@ BAD = [
     ({"detokenize": 0}, "detokenize must be True or False, got 0"),
     ({"logit_bias": {2.7: 1}}, "logit_bias key must be an integer"),
     ({"logit_bias": {"abc": 1}}, "logit_bias key must be an integer from 0"),
+    ({"logit_bias": {-1: 1}}, "logit_bias key must be an integer from 0"),
+    ({"logit_bias": {3: math.nan}}, "logit_bias\\[3\\] must be a finite number"),
+    ({"logit_bias": {3: math.inf}}, "logit_bias\\[3\\] must be a finite number"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids\\[0\\] must be an integer from 0"),
+    ({"bad_words_token_ids": [[-1]]}, "bad_words_token_ids\\[0\\] must be an integer from 0"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be -1 or at least 1"),
     ({"stop": ["a"], "detokenize": False}, "stop strings need the text"),
 ]
