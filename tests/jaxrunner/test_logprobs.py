@@ -159,6 +159,9 @@ def test_named_tokens_beside_others(llm):
     for mixed, prompt, q in zip(together, prompts, params, strict=True):
         alone, mixed = llm.generate([prompt], q, use_tqdm=False)[0].outputs[0], mixed.outputs[0]
         assert (mixed.token_ids, mixed.logprobs) == (alone.token_ids, alone.logprobs)
+        if q.logprob_token_ids is not None:
+            named = set(q.logprob_token_ids)
+            assert [set(d) for d in mixed.logprobs] == [named | {token} for token in mixed.token_ids]
         if mixed.logprobs is not None:
             chosen = [d[t].logprob for d, t in zip(mixed.logprobs, mixed.token_ids, strict=True)]
             assert mixed.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-5)
