@@ -21,6 +21,14 @@ from pallas_kernels.paged_attention.mosaic_sm80.rows import powers_of_two
 LAYER = AttentionLayer("layer", 32, 8, 128, 0.1)
 
 
+@pytest.fixture
+def new_enough(monkeypatch):
+    """As if JAX and CUDA were new enough, whichever are here."""
+    monkeypatch.setattr(toolchain, "cuda_version", lambda: (13, 0, 0))
+    for name in toolchain.CALLED:
+        monkeypatch.setattr(plgpu, name, None, raising=False)
+
+
 def on(kind):
     device = AbstractDevice(device_kind=kind, num_cores=108, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
@@ -39,8 +47,7 @@ def test_the_blocks_of_a_plan_fit_a_processor(head_dim, capability):
     assert plan.stages >= 2 and plan.block_keys >= 16 and blocks * ring_bytes >= 48 << 10
 
 
-def test_taken_on_ampere_and_ada_by_name_alone(monkeypatch):
-    monkeypatch.setattr(toolchain, "cuda_version", lambda: (13, 0, 0))
+def test_taken_on_ampere_and_ada_by_name_alone(new_enough):
     for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA A10G"):
         with on(kind):
             assert choose_attention([LAYER], 16, "bfloat16", "gpu")[0].name == "triton"
@@ -52,15 +59,14 @@ def test_taken_on_ampere_and_ada_by_name_alone(monkeypatch):
         choose_attention([LAYER], 16, "bfloat16", "cpu", "mosaic_sm80")
 
 
-def test_refusals(monkeypatch):
-    monkeypatch.setattr(toolchain, "cuda_version", lambda: (13, 0, 0))
+def test_refusals(new_enough, monkeypatch):
     refuses = MosaicSm80Attention().refuses
     with on("NVIDIA A100-SXM4-80GB"):
         assert refuses(LAYER, 16, "bfloat16", "gpu") is None
         assert "block size must be one of" in refuses(LAYER, 8, "bfloat16", "gpu")
         assert "head size must be one of" in refuses(AttentionLayer("", 32, 8, 96, 0.1), 16, "bfloat16", "gpu")
         monkeypatch.delattr(plgpu, "mma")
-        assert "has no plgpu.mma" in refuses(LAYER, 16, "bfloat16", "gpu")
+        assert "has no plgpu.mma; 0.12 has" in refuses(LAYER, 16, "bfloat16", "gpu")
 
 
 def test_runs_of_tokens_are_powers_of_two():
