@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,15 @@ import jax.numpy as jnp
 from jaxrunner.block_edits import EDIT_CAPACITY
 from jaxrunner.compilation_counter import CompilationCounter
 from jaxrunner.compiled import Compiled
-from jaxrunner.exact_call import abstract, exact
+from jaxrunner.exact_call import abstract
+from jaxrunner.executable_store import ExecutableStore
 from jaxrunner.piecewise import PiecewiseForwards
 from jaxrunner.sampling_columns import RECORD_WORDS
 from jaxrunner.saved_executables import SavedExecutables, save_executables
 from jaxrunner.shapes import ExecutionMode, StepShape, StepShapes, round_up
 from jaxrunner.step import (
     DeviceState,
+    ForwardState,
     StepFunctions,
     edit_blocks,
     enter_custom,
@@ -43,19 +43,16 @@ PROMPT_CHUNK = 256  # rows of prompt log probabilities that go through the head 
 TABLE_CAPACITY = 4096  # block-table cells one upload ahead of a step carries
 
 
-class StepExecutables:
-    """Compiles each program of a step when it is first asked for, or ahead of time, and keeps it. Safe for threads.
+class StepExecutables(ExecutableStore):
+    """The programs of a step, each compiled when it is first asked for, or ahead of time.
 
     Args:
         params, kv_caches, state: arrays or abstract ones, with the shapes, dtypes and shardings of every call.
         counter: hears of JAX's compilations.
 
     Attributes:
-        compiled: every executable so far, by name.
         mask_capacity: requests whose allowed tokens one upload carries.
         prompt_chunk: rows that go through the head at a time for the log probabilities of prompts.
-        warm: set once warm-up is over; ``late`` counts what steps compiled after that.
-        saved: executables of an earlier run, used in place of compiling.
     """
 
     def __init__(
@@ -67,81 +64,99 @@ class StepExecutables:
         state: DeviceState,
         counter: CompilationCounter | None = None,
     ) -> None:
+        super().__init__(counter)
         self._functions, self._shapes = functions, shapes
         self._params, self._kv_caches, self._state = (jax.tree.map(abstract, a) for a in (params, kv_caches, state))
-        self._counter = counter if counter is not None else CompilationCounter()
-        self._pieces = PiecewiseForwards(functions, shapes, self._params, self._kv_caches, self._state, self._get)
+        of_forward = self._state.of_forward
+        self._pieces = PiecewiseForwards(functions, shapes, self._params, self._kv_caches, of_forward, self._get)
         self._forwards: dict[tuple[ExecutionMode, int, int], Callable[..., Any]] = {}
         self._heads: dict[str, Callable[..., Any]] = {}
         names = functions.graphdef.names
         self._head_places = [i for i, name in enumerate(names) if name.startswith(("embed_tokens.", "lm_head."))]
-        self._futures: dict[str, Future[Compiled]] = {}
-        self._lock = threading.Lock()
-        self.compiled: dict[str, Compiled] = {}
-        self.saved: SavedExecutables | None = None
         self.mask_capacity = min(MASK_CAPACITY, functions.max_num_reqs)
         self.prompt_chunk = min(PROMPT_CHUNK, shapes.tokens[-1])
-        self.warm = False
-        self.late = 0
 
     def forward(self, shape: StepShape) -> Callable[..., Any]:
         """(params, kv_caches, state, buffer) -> (hidden, head_inputs, kv_caches, state, all hidden); caches and state
         donated.
+
+        The executables themselves get and give what a forward knows of the state: a call costs by the array.
         """
         key = (shape.mode, shape.num_tokens, shape.num_reqs)
         found = self._forwards.get(key)
         if found is None:
             make = self._pieces.forward if shape.mode is ExecutionMode.PIECEWISE else self._whole_forward
-            found = self._forwards[key] = make(shape)
+            run = make(shape)
+
+            def forward(params: Any, kv_caches: Any, state: DeviceState, buffer: Any) -> Any:
+                hidden, head_inputs, kv_caches, part, all_hidden = run(params, kv_caches, state.of_forward, buffer)
+                state = replace(state, block_tables=part.block_tables, last_sampled=part.last_sampled)
+                return hidden, head_inputs, kv_caches, state, all_hidden
+
+            found = self._forwards[key] = forward
         return found
 
     def _whole_forward(self, shape: StepShape) -> Callable[..., Any]:
         layout = self._shapes.layout(shape)
 
-        def forward(params: Any, kv_caches: Any, state: DeviceState, buffer: jax.Array) -> Any:
+        def forward(params: Any, kv_caches: Any, state: ForwardState, buffer: jax.Array) -> Any:
             return self._functions.forward(params, kv_caches, state, unpack(buffer, layout), return_all_hidden=True)
 
         t, r = layout.num_tokens, layout.num_reqs
         arguments = {
             "params": self._params,
             "kv_caches": self._kv_caches,
-            "state": self._state,
+            "state": self._state.of_forward,
             "buffer": jax.ShapeDtypeStruct((layout.size,), jnp.int32),
         }
         name = f"forward[{t}]" if r == self._shapes.rows(t) else f"forward[{t}x{r}]"
         return self._get(name, forward, arguments, (1, 2))
 
     def head(self, num_rows: int, *, return_logits: bool = False) -> Callable[..., Any]:
-        """(params, state, hidden, head_inputs) -> (sampled, state[, logits], (logprobs, given)); state donated."""
+        """(params, state, hidden, head_inputs) -> (sampled, state[, logits], (logprobs, given)); state donated.
+
+        The executable itself gets its own parameters and leaves block tables and sampling columns where they are: a
+        call costs by the array, used or not.
+        """
         name = f"head[{num_rows}{', logits' if return_logits else ''}]"
         found = self._heads.get(name)
         if found is not None:
             return found
 
-        def head(params: Any, state: DeviceState, hidden: jax.Array, head_inputs: Any) -> Any:
-            return self._functions.head_and_sample(
-                params,
-                state,
+        whole, places = self._state, self._head_places
+
+        def head(own: Any, sampling: Any, changing: Any, hidden: jax.Array, head_inputs: Any) -> Any:
+            params: list[Any] = [None] * len(self._params)
+            for place, array in zip(places, own, strict=True):
+                params[place] = array
+            sampled, state, *more = self._functions.head_and_sample(
+                tuple(params),
+                replace(whole, sampling=sampling, **changing),
                 hidden,
                 head_inputs,
                 num_rows=num_rows,
                 return_logits=return_logits,
                 return_logprobs=True,
             )
+            return sampled, _changed_by_head(state), *more
 
         hidden, head_inputs = self._head_arguments
-        own = self._of_head(self._params)
-        arguments = {"params": own, "state": self._state, "hidden": hidden, "head_inputs": head_inputs}
-        call = self._get(name, head, arguments, (1,))
-        found = self._heads[name] = lambda params, *others: call(self._of_head(params), *others)
-        return found
+        arguments = {
+            "params": tuple(self._params[place] for place in places),
+            "sampling": whole.sampling,
+            "state": _changed_by_head(whole),
+            "hidden": hidden,
+            "head_inputs": head_inputs,
+        }
+        call = self._get(name, head, arguments, (2,))
 
-    def _of_head(self, params: Any) -> Any:
-        """The head's parameters, and None for all others: JAX passes over every array of a call, used or not."""
-        own: list[Any] = [None] * len(params)
-        for place in self._head_places:
-            own[place] = params[place]
-        return tuple(own)
+        def found_head(params: Any, state: DeviceState, hidden: jax.Array, head_inputs: Any) -> Any:
+            own = tuple([params[place] for place in places])
+            sampled, changed, *more = call(own, state.sampling, _changed_by_head(state), hidden, head_inputs)
+            return sampled, replace(state, **changed), *more
+
+        self._heads[name] = found_head
+        return found_head
 
     @cached_property
     def _head_arguments(self) -> tuple[Any, Any]:
@@ -150,7 +165,7 @@ class StepExecutables:
         buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         hidden, head_inputs, *_ = jax.eval_shape(
             lambda p, c, s, b: self._functions.forward(p, c, s, unpack(b, layout)),
-            self._params, self._kv_caches, self._state, buffer,
+            self._params, self._kv_caches, self._state.of_forward, buffer,
         )  # fmt: skip
         return hidden, head_inputs
 
@@ -330,55 +345,9 @@ class StepExecutables:
         limits = functions.max_num_reqs, functions.max_logits, functions.num_logprobs
         return (functions.graphdef, groups, limits, self._shapes, arguments)
 
-    def _get(
-        self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any], donate: tuple[int, ...]
-    ) -> Callable[..., Any]:
-        """The executable of that name, compiled by whoever asks first; others wait for it."""
-        found = self.compiled.get(name)
-        if found is not None:
-            return found.call
-        with self._lock:
-            future, mine = self._futures.get(name), False
-            if future is None:
-                future, mine = self._futures.setdefault(name, Future()), True
-        if mine:
-            try:
-                compiled = self._compile(name, function, arguments, donate)
-            except BaseException as error:
-                del self._futures[name]
-                future.set_exception(error)
-                raise
-            self.compiled[name] = compiled
-            future.set_result(compiled)
-        return future.result().call
 
-    def _compile(
-        self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any], donate: tuple[int, ...]
-    ) -> Compiled:
-        start = time.perf_counter()
-        self._counter.cached()  # forgets what was before
-        executable = self.saved.load(name) if self.saved is not None else None
-        cached: bool | None = True
-
-        def compile_anew() -> Any:
-            @wraps(function)
-            def again(*values: Any) -> Any:  # JAX would find the function itself in its memory
-                return function(*values)
-
-            return jax.jit(again, donate_argnums=donate).lower(*arguments.values()).compile()
-
-        if executable is None:
-            executable = jax.jit(function, donate_argnums=donate).lower(*arguments.values()).compile()
-            cached = self._counter.cached()
-        analysis = executable.memory_analysis()
-        temp, code = (
-            int(getattr(analysis, f"{what}_size_in_bytes", 0)) if analysis is not None else 0
-            for what in ("temp", "generated_code")
-        )
-        call = exact(name, executable, tuple(arguments), tuple(arguments.values()))
-        if self.warm and not self._counter.is_apart():
-            self.late += 1
-        return Compiled(name, call, time.perf_counter() - start, temp, code, cached, executable, compile_anew)
+def _changed_by_head(state: DeviceState) -> dict[str, Any]:
+    return {"last_sampled": state.last_sampled, "tables": state.tables, "custom": state.custom}
 
 
 def _rows(hidden: jax.Array, rows: jax.Array) -> jax.Array:

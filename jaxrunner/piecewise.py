@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.shapes import StepShape, StepShapes
-from jaxrunner.step import DeviceState, StepFunctions, unpack
+from jaxrunner.step import ForwardState, StepFunctions, unpack
 from jaxrunner.step.pieces import StepPieces
 
 
@@ -30,7 +30,7 @@ class PiecewiseForwards:
     """
 
     def __init__(
-        self, functions: StepFunctions, shapes: StepShapes, params: Any, kv_caches: Any, state: DeviceState, get: Get
+        self, functions: StepFunctions, shapes: StepShapes, params: Any, kv_caches: Any, state: ForwardState, get: Get
     ) -> None:
         self._functions, self._shapes, self._get = functions, shapes, get
         self._params, self._kv_caches, self._state = params, kv_caches, state
@@ -51,10 +51,10 @@ class PiecewiseForwards:
         places = {name: pieces.parameters(*parts) for name, parts in _parts(last).items()}
         leaves = {name: tuple(self._params[i] for i in at) for name, at in places.items()}
 
-        def begin_piece(leaves: Any, state: DeviceState, buffer: jax.Array) -> Any:
+        def begin_piece(leaves: Any, state: ForwardState, buffer: jax.Array) -> Any:
             return pieces.begin(leaves, state, unpack(buffer, layout))
 
-        def metadata_piece(state: DeviceState, buffer: jax.Array) -> Any:
+        def metadata_piece(state: ForwardState, buffer: jax.Array) -> Any:
             return pieces.metadata(state, unpack(buffer, layout), r)
 
         arguments = {"leaves": leaves["begin"], "state": state, "buffer": buffer}
@@ -111,7 +111,7 @@ def _chain(
 ) -> Callable[..., Any]:
     last = len(attends) - 1
 
-    def forward(params: Any, kv_caches: Any, state: DeviceState, buffer: Any) -> Any:
+    def forward(params: Any, kv_caches: Any, state: ForwardState, buffer: Any) -> Any:
         own = {name: tuple([params[i] for i in at]) for name, at in places.items()}
         x, qkv, tables, at, head_inputs, state = begin(own["begin"], state, buffer)
         facts = metadata(state, buffer)

@@ -15,12 +15,13 @@ from jaxrunner.step.logprobs import given_logprobs, packed_logprobs
 from jaxrunner.step.noise import gumbel_noise, murmur3
 from jaxrunner.step.pooling import pool_rows
 from jaxrunner.step.sampling import SamplingState, sample
-from jaxrunner.step.state import DeviceState, enter_requests, init_state, update_block_table
+from jaxrunner.step.state import DeviceState, ForwardState, enter_requests, init_state, update_block_table
 from jaxrunner.step.tables import RequestTables, enter_tables, set_allowed
 
 __all__ = [
     "CacheGroup",
     "DeviceState",
+    "ForwardState",
     "HeadInputs",
     "RequestTables",
     "SamplingState",

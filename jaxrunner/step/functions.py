@@ -16,7 +16,7 @@ from jaxrunner.step.custom import Processor, apply_custom, update_custom
 from jaxrunner.step.inputs import StepArrays
 from jaxrunner.step.logprobs import given_logprobs, packed_logprobs
 from jaxrunner.step.sampling import sample
-from jaxrunner.step.state import DeviceState
+from jaxrunner.step.state import DeviceState, ForwardState
 from jaxrunner.step.stream import TokenStream, token_stream
 from jaxrunner.step.tables import append_token
 from models import merge
@@ -85,14 +85,15 @@ class StepFunctions:
         self,
         params: tuple[Array, ...],
         kv_caches: tuple[KVCache, ...],
-        state: DeviceState,
+        state: ForwardState,
         inputs: StepArrays,
         *,
         return_all_hidden: bool = False,
     ) -> tuple[Any, ...]:
         """Runs the model over the step's tokens; their keys and values go into the caches.
 
-        Donate ``kv_caches`` and ``state``: both are returned updated.
+        Donate ``kv_caches`` and ``state``: both are returned updated. A whole ``DeviceState`` is one; what a forward
+        doesn't know of it is handed through.
 
         Returns:
             Hidden states [S_max, E] after the final norm, only of the tokens in ``inputs.logits_indices``; what the
@@ -204,7 +205,7 @@ class StepFunctions:
         sampled, state, *logits = self.head_and_sample(params, state, hidden, head_inputs, return_logits=return_logits)
         return (sampled, kv_caches, state, *logits, *([hidden] if return_hidden else []))
 
-    def with_table_updates(self, state: DeviceState, inputs: StepArrays) -> DeviceState:
+    def with_table_updates[S: ForwardState](self, state: S, inputs: StepArrays) -> S:
         """The state with the block-table cells that the step brings."""
         tables: Sequence[Array] = state.block_tables
         updated = []
@@ -213,7 +214,7 @@ class StepFunctions:
             updated.append(table.reshape(-1).at[cells].set(inputs.update_value, mode="drop").reshape(table.shape))
         return replace(state, block_tables=tuple(updated))
 
-    def attention(self, g: int, state: DeviceState, inputs: StepArrays, stream: TokenStream) -> StepAttention:
+    def attention(self, g: int, state: ForwardState, inputs: StepArrays, stream: TokenStream) -> StepAttention:
         """What the layers of group ``g`` attend by, built once for all of them."""
         group, seq_lens = self.groups[g], stream.seq_lens
         size = group.spec.block_size

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrunner.step.functions import HeadInputs, StepFunctions
 from jaxrunner.step.inputs import StepArrays
-from jaxrunner.step.state import DeviceState
+from jaxrunner.step.state import ForwardState
 from jaxrunner.step.stream import token_stream
 from models import merge
 from models.rope import RopeTable
@@ -48,8 +48,8 @@ class StepPieces:
         return replace(self.layers[index], name="")
 
     def begin(
-        self, leaves: Leaves, state: DeviceState, inputs: StepArrays
-    ) -> tuple[Float[Array, "T E"], QKV, tuple[RopeTable, ...], Int32[Array, "S_max"], HeadInputs, DeviceState]:
+        self, leaves: Leaves, state: ForwardState, inputs: StepArrays
+    ) -> tuple[Float[Array, "T E"], QKV, tuple[RopeTable, ...], Int32[Array, "S_max"], HeadInputs, ForwardState]:
         """Embeddings and the first layer up to its attention. Parameters: embed_tokens, layers.0."""
         state = self.functions.with_table_updates(state, inputs)
         stream = token_stream(state, inputs)
@@ -60,7 +60,7 @@ class StepPieces:
         return x, qkv, tables, at, head_inputs, state
 
     def metadata(
-        self, state: DeviceState, inputs: StepArrays, num_rows: int
+        self, state: ForwardState, inputs: StepArrays, num_rows: int
     ) -> tuple[tuple[Any, Int32[Array, "T"]], ...]:
         """For each cache group attention's metadata over the first ``num_rows`` rows, and the slots."""
         rows = {

@@ -17,22 +17,36 @@ from jaxrunner.step.tables import RequestTables, init_tables
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DeviceState:
-    """Entry ``max_num_reqs`` of every array is scratch: padding rows name it, and nothing is ever stored there.
+class ForwardState:
+    """What a forward reads and changes of the state.
 
     Attributes:
         block_tables: per cache group [I+1, W], physical blocks. Columns past a request's blocks hold garbage.
         last_sampled: [I+1], the last committed token of each request.
+    """
+
+    block_tables: tuple[Int32[Array, "I+1 W"], ...]
+    last_sampled: Int32[Array, "I+1"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceState(ForwardState):
+    """Entry ``max_num_reqs`` of every array is scratch: padding rows name it, and nothing is ever stored there.
+
+    Attributes:
         sampling: each request's sampling parameters.
         tables: what requests bring in variable number; None: features that need them do nothing.
         custom: the columns of each logits processor.
     """
 
-    block_tables: tuple[Int32[Array, "I+1 W"], ...]
-    last_sampled: Int32[Array, "I+1"]
     sampling: SamplingState
     tables: RequestTables | None = None
     custom: tuple[dict[str, Array], ...] = ()
+
+    @property
+    def of_forward(self) -> ForwardState:
+        return ForwardState(self.block_tables, self.last_sampled)
 
 
 def init_state(max_num_reqs: int, table_widths: Sequence[int], tables: TableSizes | None = None) -> DeviceState:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jaxrunner.step.inputs import StepArrays
-from jaxrunner.step.state import DeviceState
+from jaxrunner.step.state import ForwardState
 from pallas_kernels import request_indices
 
 
@@ -33,7 +33,7 @@ class TokenStream:
     is_prefilling: Bool[Array, "R"]
 
 
-def token_stream(state: DeviceState, inputs: StepArrays) -> TokenStream:
+def token_stream(state: ForwardState, inputs: StepArrays) -> TokenStream:
     """What the step's tokens are and where they stand."""
     num_tokens, num_rows = inputs.token_ids.shape[0], inputs.idx_mapping.shape[0]
     starts = inputs.query_start_loc
