@@ -65,7 +65,7 @@ class ModelRunner:
         batch: the persistent batch (host).
         kv_caches, state: on the device; donated to every step.
         attention_choice: why which attention implementation was taken, a line each.
-        times: where the time went.
+        times: where the time went, by ``clock``.
         recorder: writes the trace, if ``config.trace`` asks for one; its ``close`` ends the file.
         counter: hears of JAX's compilations; its hits and misses are those of the persistent cache.
         compilations: what JAX compiled while a step ran, after warm-up, from merging its plan to reading its results:
@@ -114,6 +114,7 @@ class ModelRunner:
         self._grammar_masks = GrammarMasks()
         self.recorder = recorder_of_run(config, self.batch, model.config, dtype, self.attention_choice)
         self.times = SegmentTimes()
+        self.clock = time.perf_counter
         self.warm_up(on_compiled)
 
     def _new_batch(self) -> InputBatch:
@@ -239,7 +240,7 @@ class ModelRunner:
         return block_edits(so, len(self.functions.groups), self.num_blocks)
 
     def _submit(self, scheduler_output: SchedulerOutput, edits: list[BlockEdit], return_logits: bool) -> Pending:
-        clock = time.perf_counter
+        clock = self.clock
         start = clock()
         with segment("update"):
             update_states(self.batch, scheduler_output, check=self.config.validate)
@@ -307,7 +308,7 @@ class ModelRunner:
             return self._read(pending)
 
     def _read(self, pending: Pending) -> ModelRunnerOutput:
-        inputs, outputs, clock = pending._inputs, pending._outputs, time.perf_counter
+        inputs, outputs, clock = pending._inputs, pending._outputs, self.clock
         assert inputs is not None and outputs is not None
         start = clock()
         with segment("wait"):

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64, Int32, Int64
 
 from jaxrunner.runner import ModelRunner
-from jaxrunner.shapes import dummy_batch
+from jaxrunner.shapes import StepLayout, dummy_batch
 from pallas_kernels.gpus import Gpu
 
 
@@ -76,18 +76,7 @@ def measure(
 def _measure_size(
     runner: ModelRunner, size: int, repeats: int, on_size: Callable[[int, float], None]
 ) -> tuple[float, float, int, int]:
-    layout = runner.shapes.layouts[size]
-    buffer = np.zeros(layout.size, np.int32)
-
-    def field(name: str) -> np.ndarray:
-        at, length = layout.fields[name]
-        return buffer[at : at + length]
-
-    counts = dummy_batch(size, layout.num_reqs)
-    field("num_reqs")[0], field("num_tokens")[0], field("num_logits")[0] = layout.num_reqs, size, 1
-    field("query_start_loc")[1:] = np.cumsum(counts)
-    field("num_known")[:] = field("num_prompt")[:] = counts
-    field("update_cell")[:] = np.iinfo(np.int32).max
+    buffer = prompts_upload(runner.shapes.layouts[size])
     forward = runner.executables.forward(runner.shapes.full(size))
     least = np.inf
     for attempt in range(repeats + 1):
@@ -99,6 +88,22 @@ def _measure_size(
     on_size(size, least)
     made = runner.executables.compiled[f"forward[{size}]"]
     return least, made.seconds, made.temp_bytes, made.code_bytes
+
+
+def prompts_upload(layout: StepLayout) -> Int32[np.ndarray, "size"]:
+    """The upload of a step that fills its shape: prompts of as equal length as can be, none with a block of its own."""
+    buffer = np.zeros(layout.size, np.int32)
+
+    def field(name: str) -> np.ndarray:
+        at, length = layout.fields[name]
+        return buffer[at : at + length]
+
+    counts = dummy_batch(layout.num_tokens, layout.num_reqs)
+    field("num_reqs")[0], field("num_tokens")[0], field("num_logits")[0] = layout.num_reqs, layout.num_tokens, 1
+    field("query_start_loc")[1:] = np.cumsum(counts)
+    field("num_known")[:] = field("num_prompt")[:] = counts
+    field("update_cell")[:] = np.iinfo(np.int32).max
+    return buffer
 
 
 @dataclass(frozen=True)
