@@ -92,7 +92,6 @@ class StepRecord:
     """What the step thread keeps of one step. ``buffer`` is None for a step in which nothing was scheduled."""
 
     plan: SchedulerOutput
-    mode: str = ""
     live: Int32[np.ndarray, "size"] | None = None  # the very memory that the step reads
     buffer: bytes | None = None  # its copy, taken before the step began
     layout: StepLayout | None = None
@@ -103,12 +102,6 @@ class StepRecord:
     sampled: Sequence[list[int]] = ()
     segments: Mapping[str, float] = MappingProxyType({})  # seconds
     error: str | None = None  # what the step raised
-
-    def end(self) -> None:
-        """The step reads its upload no more: the ring writes that memory again."""
-        if self.live is not None:
-            self.intact = self.live.tobytes() == self.buffer
-            self.live = None
 
 
 class _ShadowTable:
@@ -186,7 +179,7 @@ class Encoder:
                 "logits_rows": shape.num_logits,
                 "uniform": shape.uniform,
             },
-            "mode": record.mode,
+            "mode": shape.mode.name,
             "num_tokens": inputs.num_tokens,
             "num_logits": inputs.num_logits,
             "flags": int(views["flags"][0]),

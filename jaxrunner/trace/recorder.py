@@ -38,16 +38,17 @@ class Recorder(ABC):
         """To be called when the upload is packed and before the step reads it. inputs: None if nothing is scheduled."""
         record = StepRecord(snapshot(scheduler_output))
         if inputs is not None:
-            record.live, record.buffer = inputs.buffer, inputs.buffer.tobytes()
+            record.live = buffer = inputs.buffer
+            record.buffer = buffer.tobytes()
             record.layout, record.shape = inputs.layout, inputs.shape
-            record.mode = inputs.shape.mode.name
             record.req_ids, record.overflow = inputs.req_ids, inputs.overflow
         self._begun = record
         return record
 
     def finish(self, record: StepRecord, sampled: list[list[int]], segments: dict[str, float]) -> None:
         """To be called when the step's tokens are on the host."""
-        record.end()
+        if (live := record.live) is not None:
+            record.intact, record.live = live.tobytes() == record.buffer, None
         self._begun = None
         record.sampled, record.segments = sampled, segments
         self._take(record)
@@ -65,7 +66,8 @@ class Recorder(ABC):
             record = StepRecord(scheduler_output)
             with suppress(Exception):  # what it raised may be that the plan can't be read
                 record.plan = snapshot(scheduler_output)
-        record.end()
+        record.intact = record.live is None or record.live.tobytes() == record.buffer
+        record.live = None  # the ring writes it again
         record.error = f"{type(error).__name__}: {error}"
         self._take(record)
 
