@@ -9,7 +9,8 @@
 In this order: every kernel against float64 NumPy on ragged batches with poisoned padding; what this device's memory and
 tensor cores reach now; attention and cache writes beside those ceilings; PyTorch's attention, where there is PyTorch;
 ways of uploading a step's inputs; the decode step of an 8B-shaped random model, with and without command buffers; texts
-of a small model. A part that no longer fits into --budget is left out, and that is said.
+of a small model. A part that no longer fits into --budget is left out, and what a part has not done by then as well,
+and that is said. A kernel that hangs ends the run half a minute later; what was found until then is on disk.
 
 Times are medians of warm calls until the results are there. Compare ratios to the ceilings, which are measured in the
 same run: a GPU's clock depends on its power limit, heat and neighbours.
@@ -18,6 +19,7 @@ same run: a GPU's clock depends on its power limit, heat and neighbours.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import shutil
@@ -45,6 +47,8 @@ PARTS = {
     "step": 90,
     "text": 40,
 }
+
+PATIENCE = 25  # seconds past the budget that a row may take before the run is ended
 
 
 class Bench:
@@ -75,6 +79,9 @@ class Bench:
             try:
                 for row in self._rows(part):
                     self._add(rows, row)
+                    if self.left() <= 0:
+                        self._add(rows, {"left out": f"the rest of it: --budget {self.args.budget:g} is used up"})
+                        break
             except Exception as error:  # the parts after it are worth having all the same
                 self._add(rows, {"failed": f"{type(error).__name__}: {error}"[:2000]})
         return not any(row.get("ok") is False or "failed" in row for rows in self.results.values() for row in rows)
@@ -201,7 +208,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.tiny = True
     console = Console(width=None if sys.stdout.isatty() else shutil.get_terminal_size((160, 24)).columns)
     bench = Bench(args, console)
-    fine = bench.run(args.only)
+    # A hung kernel would be waited for without end: this says where, and ends the process.
+    faulthandler.dump_traceback_later(max(args.budget + PATIENCE, 0.1), exit=True, file=sys.__stderr__)
+    try:
+        fine = bench.run(args.only)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     console.print(f"\n{time.perf_counter() - bench.start:.0f} s; {'nothing' if fine else 'SOMETHING'} was found wrong")
     return 0 if fine else 1
 

@@ -1,6 +1,7 @@
 """scripts/bench_gpu.py at tiny sizes on this machine: every part runs, is written down, and finds what is wrong."""
 
 import json
+import subprocess
 import sys
 
 import jax
@@ -40,6 +41,31 @@ def test_all_parts(tmp_path, capsys):
     assert all(isinstance(text, str) and text for text in found["text"][0]["texts"])
     out = capsys.readouterr().out
     assert "nothing was found wrong" in out and "numerics" in out and "tokens/s" in out
+
+
+def test_what_the_budget_does_not_allow_is_left_out(tmp_path):
+    """Also in the middle of a part."""
+    found = results(tmp_path, "--only", "uploads,writes", "--budget", "1e-9")
+    assert [list(row) for row in found["writes"]][1:] == [["left out"]] == [list(row) for row in found["uploads"]][1:]
+    assert "the rest of it: --budget 1e-09 is used up" in found["uploads"][1]["left out"]
+
+
+def test_a_kernel_that_hangs_ends_the_run(tmp_path):
+    out = tmp_path / "out.json"
+    program = f"""
+import time
+from scripts import bench_gpu
+
+def rows(self, part):
+    yield {{"case": "first"}}
+    time.sleep(100)
+
+bench_gpu.Bench._rows, bench_gpu.PATIENCE = rows, -99.5
+bench_gpu.main(["--tiny", "--budget", "100", "--only", "device", "--json", {str(out)!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "in rows" in done.stderr
+    assert json.loads(out.read_text()) == {"device": [{"case": "first"}]}
 
 
 class Wrong(ReferenceAttention):
