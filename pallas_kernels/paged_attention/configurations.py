@@ -91,7 +91,13 @@ def _attend(
     of_step: tuple[Array, ...],
     sinks: Array | None = None,
 ) -> Array:
+    """The kernels alone, and no division of the work: that is plain JAX, and would take most of the compilers' time."""
     block_size = cache.k.shape[1]
-    common = CommonAttentionMetadata.make(*of_step, block_size=block_size)
-    built = implementation.build(common, GroupSpec(block_size, (layer,)))
+
+    def build(of_step: tuple[Array, ...]) -> Any:
+        common = CommonAttentionMetadata.make(*of_step, block_size=block_size)
+        return implementation.build(common, GroupSpec(block_size, (layer,)))
+
+    shapes = jax.eval_shape(build, of_step)
+    built = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return implementation.attend(q, cache, built, layer, sinks)

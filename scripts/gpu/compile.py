@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,9 +113,10 @@ def _kernels(program: CompiledProgram, gpu: Gpu, dumps: Path, ptxas: Path, nvdis
     names = pallas_names(program.hlo)
     found = []
     for ptx in sorted(dumps.glob("xla/*.ptx")):
+        if not any(_is_one_of(names, entry) for entry in entries(ptx)):
+            continue  # of XLA's own making, as most are
         for kernel in _disassembled(ptx, gpu, ptxas, nvdisasm):
-            # XLA numbers kernels of one name: paged_attn_fwd, paged_attn_fwd_1.
-            if kernel.name in names or re.sub(r"_\d+$", "", kernel.name) in names:
+            if _is_one_of(names, kernel.name):
                 kernel.shared_bytes += thunk_shared_bytes(program.thunks, kernel.name)
                 found.append(kernel)
     new = []
@@ -124,6 +125,16 @@ def _kernels(program: CompiledProgram, gpu: Gpu, dumps: Path, ptxas: Path, nvdis
             kernel.shared_bytes += mosaic_shared_bytes(ptx.with_suffix(".mlir-passes.log"))
             new.append(kernel)
     return found + _remembered(program.hlo, new, dumps)
+
+
+def entries(ptx: Path) -> list[str]:
+    """The kernels in a PTX file."""
+    return re.findall(r"\.entry (\S+?)\(", ptx.read_text())
+
+
+def _is_one_of(names: Sequence[str], kernel: str) -> bool:
+    """Whether a kernel has one of the names, or one with a number behind it: XLA numbers those that have one name."""
+    return kernel in names or re.sub(r"_\d+$", "", kernel) in names
 
 
 @dataclass
@@ -156,7 +167,7 @@ def _remembered(hlo: str, new: list[GpuKernel], dumps: Path) -> list[GpuKernel]:
 
 
 def _disassembled(ptx: Path, gpu: Gpu, ptxas: Path, nvdisasm: Path) -> list[GpuKernel]:
-    if ".entry" not in ptx.read_text():
+    if not entries(ptx):
         return []
     cubin = ptx.with_suffix(".cubin")
     command = [str(ptxas), "-v", f"-arch={gpu.arch}", str(ptx), "-o", str(cubin)]
