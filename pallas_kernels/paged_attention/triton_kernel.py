@@ -147,7 +147,7 @@ def _attend_unit(
         group = layer.num_heads // layer.num_kv_heads
         start, end, num_keys, position = unit(START), unit(END), unit(KEYS), unit(POSITION)
         row = jnp.arange(tiling.rows, dtype=jnp.int32)
-        used = row // group < length
+        used = row < length * group
         token = unit(TOKEN) + row // group
         head = kv_head * group + row % group
         dim = jnp.arange(triton.next_power_of_two(layer.head_dim), dtype=jnp.int32)

@@ -86,6 +86,7 @@ def merge(
     size = partials.out.shape[-2] * plan.head_dim  # a multiple of THREADS
     flat = partials.out.reshape(2, cuts_per_head, heads, plan.tokens_per_tile, size)
     layout = _vector_layout(size // plan.head_dim, plan.head_dim)
+    at_once = layout.size // plan.head_dim  # heads
     result = jax.new_ref(out.reshape(plan.num_tokens, heads, plan.group * plan.head_dim))
 
     def body(pieces: Any, log_sums: Any, tiles: Any, cuts: Any, result: Any, staging: Any) -> None:
@@ -101,18 +102,22 @@ def merge(
             def _(turn: Array) -> None:
                 token = turn * WARPGROUPS + warpgroup
                 place = _place(token, first, plan)
-                for part in range(0, size, layout.size):
-                    group = range(part // plan.head_dim, min((part + layout.size) // plan.head_dim, plan.group))
-                    elements = pl.ds(part, layout.size)
 
-                    def piece(kind: Any, c: Array, elements: Any = elements) -> Array:
+                # Unrolled, its parts would keep each other's addresses in registers.
+                @pl.loop(0, size // layout.size)
+                def _(part: Array) -> None:
+                    elements, first_head = pl.ds(part * layout.size, layout.size), part * at_once
+
+                    def piece(kind: Any, c: Array) -> Array:
                         return plgpu.load(pieces.at[kind, c, head, token, elements], layout=layout.layout)
 
                     def log_sum(kind: Any, c: Array, g: int) -> Array:
-                        return log_sums[kind, c, head, place.warpgroup, plan.row_of(place.token, g)]
+                        of_group = jnp.minimum(first_head + g, plan.group - 1)  # past it is what fills a warpgroup
+                        return log_sums[kind, c, head, place.warpgroup, plan.row_of(place.token, of_group)]
 
-                    merged = _merge_token(piece, log_sum, cut, later, group, plan, layout)
+                    merged = _merge_token(piece, log_sum, cut, later, at_once, plan, layout)
                     staging[warpgroup, elements] = merged.astype(out.dtype)
+
                 store(staging.at[warpgroup, pl.ds(0, plan.group * plan.head_dim)], result.at[first + token, head])
 
     plgpu.kernel(
@@ -163,7 +168,7 @@ def _merge_token(
     log_sum: Callable[[Any, Array, int], Array],
     cut: Int32[Array, ""],
     later: Int32[Array, ""],
-    heads: range,
+    heads: int,
     plan: Plan,
     layout: _Vector,
 ) -> Float32[Array, "size"]:
@@ -173,10 +178,8 @@ def _merge_token(
 
     def log_sums(kind: int, c: Array, counts: Any = True) -> Array:
         vector = plgpu.layout_cast(jnp.full((layout.size,), MASKED, jnp.float32), layout.layout)
-        for g in heads:
-            vector = jnp.where(
-                head_of_element == g - heads.start, jnp.where(counts, log_sum(kind, c, g), MASKED), vector
-            )
+        for g in range(heads):
+            vector = jnp.where(head_of_element == g, jnp.where(counts, log_sum(kind, c, g), MASKED), vector)
         return vector
 
     def more(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

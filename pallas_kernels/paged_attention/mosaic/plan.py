@@ -68,6 +68,6 @@ class Plan:
         """Copies for a K or V tile."""
         return self.block_keys // self.copied_keys
 
-    def row_of(self, token: Any, head: int) -> Any:
+    def row_of(self, token: Any, head: Any) -> Any:
         """A warpgroup's row of a token among the box's, and of a query head among the group's."""
         return token * self.group + head if self.by_token else head * self.box + token

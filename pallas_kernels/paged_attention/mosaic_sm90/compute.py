@@ -46,25 +46,26 @@ class Buffers(NamedTuple):
     turn: Any
 
 
-# Scalars kept in shared memory during the loops over keys, where registers are scarce.
-START, SHIFT, LENGTH, LATER, WHOLE = range(5)
+# Scalars kept in shared memory during the loops over keys, where registers are scarce. HEADS is G, as a number that
+# the compiler doesn't know: a loop over G heads that it unrolls has each head's addresses kept in registers.
+START, SHIFT, LENGTH, LATER, WHOLE, HEADS = KEPT = range(6)
 
 
-def keep(piece: Piece, rows: Rows, buffers: Buffers) -> None:
+def keep(piece: Piece, rows: Rows, buffers: Buffers, plan: Plan) -> None:
     """Puts away what `store_results` needs of a piece."""
     is_whole = (piece.begin == 0) & (piece.end == piece.kv_tiles)
-    values = rows.start, rows.shift, rows.length, piece.begin > 0, is_whole
+    values = rows.start, rows.shift, rows.length, piece.begin > 0, is_whole, plan.group + piece.zero
     for place, value in enumerate(values):
         buffers.kept[place] = value.astype(jnp.int32)
 
 
-def load_queries(q: Any, head: Int32[Array, ""], rows: Rows, buffers: Buffers, plan: Plan) -> None:
+def load_queries(q: Any, head: Int32[Array, ""], piece: Piece, rows: Rows, buffers: Buffers, plan: Plan) -> None:
     """Queries by one bulk copy a head to plain rows, and from there, through registers, to the swizzled form of wgmma:
     bulk copies write that only eight rows at a time, which the tokens need not be."""
     for column in range(0, plan.head_dim, plan.staged):
         columns = pl.ds(column, plan.staged)
 
-        @pl.loop(0, plan.group)
+        @pl.loop(0, plan.group + piece.zero)
         def _(g: Array, columns: Any = columns) -> None:
             plgpu.copy_gmem_to_smem(
                 q.at[pl.ds(rows.start, plan.box), head, g, columns],
@@ -166,7 +167,7 @@ def store_results(
     plan: Plan,
 ) -> None:
     """A whole tile's results to `out`; those of a piece, with their sums, to `partials`."""
-    start, shift, length, later, is_whole = (buffers.kept[place] for place in range(5))
+    start, shift, length, later, is_whole, heads = (buffers.kept[place] for place in KEPT)
     seen = state.total > 0
     scale = jnp.where(seen, 1 / jnp.where(seen, state.total, 1.0), 0.0)
     result = state.acc * lax.broadcast_in_dim(scale, state.acc.shape, [0])
@@ -174,7 +175,7 @@ def store_results(
     @pl.when(is_whole > 0)
     def _() -> None:
         _store_rows(
-            result, shift, length, lambda token, n: out.at[pl.ds(start + token, n), head], buffers.staging, plan
+            result, shift, length, heads, lambda token, n: out.at[pl.ds(start + token, n), head], buffers.staging, plan
         )
 
     if partials is None:
@@ -186,12 +187,14 @@ def store_results(
         first = warpgroup * plan.tokens_per_warpgroup - shift
         part = partials.out.at[later, cut, head]
         buffers.log_sums[...] = jnp.where(seen, state.m + jnp.log2(jnp.where(seen, state.total, 1.0)), MASKED)
-        _store_rows(result, shift, length, lambda token, n: part.at[pl.ds(first + token, n)], buffers.staging_f32, plan)
+        _store_rows(
+            result, shift, length, heads, lambda token, n: part.at[pl.ds(first + token, n)], buffers.staging_f32, plan
+        )
         plgpu.copy_smem_to_gmem(buffers.log_sums, partials.log_sums.at[later, cut, head, warpgroup])
         plgpu.wait_smem_to_gmem(0)
 
 
-def _store_rows(result: Array, shift: Array, length: Array, place: Any, staging: Any, plan: Plan) -> None:
+def _store_rows(result: Array, shift: Array, length: Array, heads: Array, place: Any, staging: Any, plan: Plan) -> None:
     """This warpgroup's own tokens to place(first of the rows' tokens, number of tokens) [tokens, G, D]."""
     width = staging.shape[1]
     for column in range(0, plan.head_dim, width):
@@ -202,7 +205,7 @@ def _store_rows(result: Array, shift: Array, length: Array, place: Any, staging:
         columns = pl.ds(column, width)
 
         def copy(token: Any, n: int, columns: Any = columns) -> None:
-            @pl.loop(0, plan.group)
+            @pl.loop(0, heads)
             def _(g: Array) -> None:
                 source = staging.at[pl.ds(g * plan.box + token, n)]
                 plgpu.copy_smem_to_gmem(source, place(token, n).at[:, g, columns])

@@ -18,6 +18,7 @@ from pallas_kernels.paged_attention.mosaic.softmax import first_maximum
 from pallas_kernels.paged_attention.mosaic.work import Work
 from pallas_kernels.paged_attention.mosaic_sm90.compute import (
     VECTOR,
+    KEPT,
     Buffers,
     attend,
     head_of_row,
@@ -66,30 +67,32 @@ def attention(
         def _compute() -> None:
             if plan.warpgroups == 2:
                 plgpu.set_max_registers(REGISTERS[0], action="increase")
+            # A single one is told so: addresses that might depend on it would take registers.
+            mine = warpgroup if plan.warpgroups > 1 else jnp.int32(0)
             buffers = Buffers(
-                queries.at[warpgroup],
-                staging.at[warpgroup],
-                staging_f32.at[warpgroup],
-                log_sums.at[warpgroup],
-                kept.at[warpgroup],
+                queries.at[mine],
+                staging.at[mine],
+                staging_f32.at[mine],
+                log_sums.at[mine],
+                kept.at[mine],
                 keys,
                 values,
-                queries_here.at[warpgroup],
+                queries_here.at[mine],
                 *barriers,
             )
 
             def one(piece: Piece, count: Array) -> None:
-                rows = share(piece, warpgroup, plan)
+                rows = share(piece, mine, plan)
 
                 @pl.when(rows.length > 0)
                 def _() -> None:
-                    keep(piece, rows, buffers)
-                    load_queries(q, head, rows, buffers, plan)
+                    keep(piece, rows, buffers, plan)
+                    load_queries(q, head, piece, rows, buffers, plan)
                     initial = first_maximum(sink, head, head_of_row(plan), piece, plan.group, VECTOR)
                     state = attend(
                         piece,
                         rows,
-                        warpgroup,
+                        mine,
                         initial,
                         count,
                         buffers,
@@ -99,7 +102,7 @@ def attention(
                         dtype,
                         interpret is not None,
                     )
-                    store_results(state, worker, head, warpgroup, out, partials, buffers, plan)
+                    store_results(state, worker, head, mine, out, partials, buffers, plan)
 
                 if plan.warpgroups > 1:
 
@@ -145,7 +148,7 @@ def _scratch(plan: Plan, dtype: DTypeLike) -> list[Any]:
         plgpu.SMEM((n, ROWS, plan.head_dim), dtype, transforms=swizzled),
         plgpu.RefUnion(plgpu.SMEM((n, ROWS, plan.staged), dtype), plgpu.SMEM((n, ROWS, plan.staged // 2), jnp.float32)),
         plgpu.SMEM((n, ROWS), jnp.float32),
-        plgpu.SMEM((n, 5), jnp.int32),
+        plgpu.SMEM((n, len(KEPT)), jnp.int32),
         ring,
         ring,
         plgpu.Barrier(num_arrivals=plan.group, num_barriers=n),
