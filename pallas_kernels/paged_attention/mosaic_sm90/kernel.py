@@ -17,8 +17,8 @@ from pallas_kernels.paged_attention.mosaic.plan import ROWS, Plan
 from pallas_kernels.paged_attention.mosaic.softmax import first_maximum
 from pallas_kernels.paged_attention.mosaic.work import Work
 from pallas_kernels.paged_attention.mosaic_sm90.compute import (
-    VECTOR,
     KEPT,
+    VECTOR,
     Buffers,
     attend,
     head_of_row,
