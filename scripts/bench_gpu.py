@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else shutil.get_terminal_size((160, 24)).columns)
     bench = Bench(args, console)
     # A hung kernel would be waited for without end: this says where, and ends the process.
-    faulthandler.dump_traceback_later(max(args.budget + PATIENCE, 0.1), exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(max(args.budget + PATIENCE, 0.1), exit=True, file=2)  # stderr
     try:
         fine = bench.run(args.only)
     finally:
