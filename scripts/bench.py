@@ -39,6 +39,7 @@ from jaxrunner.bench.arrivals import trace_times  # noqa: E402
 from jaxrunner.bench.report import environment, metrics_table, peak_memory, plot, write_csv, write_json  # noqa: E402
 from jaxrunner.bench.workload import file_requests, random_requests, sharegpt_requests, traced_requests  # noqa: E402
 from jaxrunner.llm import DEFAULT_MODEL, LLM  # noqa: E402
+from scripts.tables import show_table  # noqa: E402
 
 WARM_UP_REQUESTS = 2
 
@@ -150,7 +151,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     if args.json == "-":
         print(json.dumps({**about, **environment(), "metrics": metrics.as_json(), "memory": memory}, default=str))
     else:
-        Console(width=None if sys.stdout.isatty() else 120).print(metrics_table(metrics, memory, title))
+        show_table(metrics_table(metrics, memory, title))
         if args.json:
             write_json(args.json, metrics, log, about)
     if args.csv:

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.host_bench.floor import Yardstick  # noqa: E402
 from scripts.host_bench.replay import CLOCKS, PHASES, Replay, compare_with_reference, time_details, time_phases  # noqa: E402
 from scripts.host_bench.workload import SCENARIOS, TraceConfig  # noqa: E402
+from scripts.tables import show_table  # noqa: E402
 
 DETAILS = 50  # steps whose details are timed
 
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append(rounded(measure(config, arguments.repeats, arguments.clock, on_step)))
             progress.remove_task(task)
     if not arguments.check:
-        console.print(as_table(rows))
+        show_table(as_table(rows), console)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

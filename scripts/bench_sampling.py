@@ -43,6 +43,7 @@ from jaxrunner.step import (  # noqa: E402
 from models.checkpoint import open_checkpoint  # noqa: E402
 from models.resolve import resolve_model  # noqa: E402
 from scripts.host_bench import features  # noqa: E402
+from scripts.tables import show_table  # noqa: E402
 
 EOS = (0, 1)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -101,11 +102,11 @@ def show(args: argparse.Namespace, report: dict[str, dict[str, float]], host: di
     for name, line in report.items():
         table.add_row(name, f"{line['ms']:.1f}", f"{line['ratio']:.2f}")
     if report:
-        Console().print(table)
+        show_table(table)
     table = Table("every row has", "ms", title=f"host, {args.rows} rows, a step")
     for name, seconds in host.items():
         table.add_row(name, f"{1e3 * seconds:.2f}")
-    Console().print(table)
+    show_table(table)
 
 
 def measure_host(args: argparse.Namespace) -> dict[str, list[float]]:

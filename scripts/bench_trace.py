@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,6 +28,7 @@ from jaxrunner.batch import BufferRing, InputBatch, prepare_inputs, record_sampl
 from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
 from jaxrunner.shapes import StepShapes  # noqa: E402
 from jaxrunner.trace import Geometry, StepRecorder  # noqa: E402
+from scripts.tables import show_table  # noqa: E402
 
 PROMPT, BLOCKS, WARM_UP = 100, 40, 50
 
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         table.add_row(
             str(row["reqs"]), f"{row['host_path_us']:.1f}", f"{row['recording_us']:.1f}", f"{row['fraction']:.1%}"
         )
-    Console().print(table)
+    show_table(table)
     if whole is not None:
         seconds = f"{whole['plain_s']:.2f} s without, {whole['traced_s']:.2f} s with a trace"
         print(f"{args.model}: {seconds}: x {whole['ratio']:.3f}")

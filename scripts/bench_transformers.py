@@ -30,6 +30,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.export_hf import export  # noqa: E402
+from scripts.tables import show_table  # noqa: E402
 
 
 def make_prompts(model: str, batch: int, length: int) -> list[list[int]]:
@@ -198,7 +199,7 @@ def show(console: Console, rows: list[dict], args: argparse.Namespace) -> None:
         mine = [r for r in rows if r["batch"] == batch]
         values = (statistics.median(r[key] for r in mine) for key in names.values())
         table.add_row(*(str(value) if isinstance(value, int) else f"{value:.2f}" for value in values))
-    console.print(table)
+    show_table(table, console)
 
 
 def main() -> None:

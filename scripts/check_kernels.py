@@ -38,6 +38,7 @@ from scripts.gpu.compiler import CompilerUnavailable, ensure_compiler
 from scripts.gpu.pool import Job, compile_all
 from scripts.gpu.verdict import row_of
 from scripts.gpu.worker import listed
+from scripts.tables import show_table  # noqa: E402
 
 # Column of the table: classes of instructions that it adds up. ld16: loads of 16 bytes a thread, ld4: of 4.
 COLUMNS = {
@@ -106,7 +107,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = Console(highlight=False)
     jobs = jobs_for(list(listed(args.configurations)), args)
     if args.list:
         for job in jobs:
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.json.write_text(json.dumps(rows, indent=1))
     for target in args.targets:
         if mine := [row for row in rows if row["target"] == target]:
-            console.print(table_of(target, mine))
+            show_table(table_of(target, mine), console)
     bad = [row for row in rows if not row["ok"]]
     for row in bad:
         console.print(f"FAILED {row['target']} {row['kernel']}/{row['implementation']}/{row['config']}: {row['why']}")

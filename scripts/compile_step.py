@@ -33,6 +33,7 @@ from rich.table import Table
 from pallas_kernels.gpus import GPUS
 from scripts.gpu.compiler import CompilerUnavailable, ensure_compiler
 from scripts.gpu.published import PUBLISHED
+from scripts.tables import show_table  # noqa: E402
 
 
 def compile_here(args: argparse.Namespace) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def show(console: Console, figures: dict[str, Any]) -> None:
     }
     for name, value in rows.items():
         table.add_row(name, str(value))
-    console.print(table)
+    show_table(table, console)
     layer = (f"{count:g} {name}" for name, count in sorted(figures["launches_of_a_layer"].items()))
     console.print(f"a layer: {', '.join(layer)}")
     for line in figures["passed_over"]:

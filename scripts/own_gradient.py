@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 from rich.table import Table
 
 from jaxrunner import load_model
 from jaxrunner.own_step import own_inputs, own_step
 from models import merge
+from scripts.tables import show_table  # noqa: E402
 
 
 def log_probability(step, params, kv_caches, state, prompt, continuation):
@@ -52,7 +52,7 @@ def main(arguments=None):
     norms = {name: float(jnp.linalg.norm(slope)) for name, slope in zip(step.graphdef.names, slopes, strict=True)}
     for name in sorted(norms, key=norms.__getitem__, reverse=True)[: options.top]:
         table.add_row(name, f"{norms[name]:.4g}")
-    Console().print(table)
+    show_table(table)
 
 
 if __name__ == "__main__":

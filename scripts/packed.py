@@ -33,6 +33,7 @@ from jaxrunner.batch import InputBatch, StepInputs, prepare_inputs, update_state
 from jaxrunner.invariants import check_invariants  # noqa: E402
 from jaxrunner.protocol import NewRequestData, SchedulerOutput  # noqa: E402
 from jaxrunner.shapes import StepShapes  # noqa: E402
+from scripts.tables import show_table  # noqa: E402
 
 MOST_TOKENS = 2**14  # of a step that is printed, a line each
 MOST_VALUES = 2**20  # of a padded tensor
@@ -185,7 +186,7 @@ def show(console: Console, title: str, records: Sequence[dict], left: Sequence[s
     for record in records:
         cells = ("" if v is None or v is False else "yes" if v is True else str(v) for v in record.values())
         table.add_row(*cells)
-    console.print(table)
+    show_table(table, console)
 
 
 def step_arrays(inputs: StepInputs) -> dict[str, list]:

@@ -34,6 +34,7 @@ from rich.table import Table
 
 from pallas_kernels.gpus import GPUS
 from scripts.gpu.published import PUBLISHED
+from scripts.tables import show_table  # noqa: E402
 
 if TYPE_CHECKING:
     from jaxrunner.shape_record import StepRecord
@@ -170,7 +171,7 @@ def show(ladders: list[Ladder], title: str, unit: str, scale: float) -> None:
     for each in ladders:
         table.add_row(*(cells(each) for cells in known.values()))
     console = Console()
-    console.print(table)
+    show_table(table, console)
     for each in ladders:
         if each.kind == "optimal":
             console.print(f"optimal {each.executables}: {', '.join(map(str, each.sizes))}")
