@@ -29,6 +29,7 @@ SHARED_RULES = {
     "attention": checks.TEXT,
     "check_invariants": checks.BOOLEAN,
     "compilation_cache": checks.CACHE_FOLDER,
+    "executables": checks.or_none(checks.FOLDER),
     "trace": checks.or_none(checks.FILE),
 }
 _RULES = SHARED_RULES | {
@@ -73,6 +74,9 @@ class RunnerConfig:
             has room for as many, so all cost memory: 8 bytes x vocabulary x logits rows.
         compilation_cache: folder in which compiled programs are kept between runs; None: the user's cache folder;
             False: nowhere.
+        executables: folder that ``runner.executables.save`` of an earlier run wrote: programs are taken from there,
+            and only those it lacks are compiled. Refused (``SavedExecutablesError``) if it is of another device kind,
+            JAX version, model, limits or project version. Its files are unpickled: name only folders you trust.
         trace: file to which a record of every step is written (``jaxrunner.trace``); None: nowhere.
 
     Raises:
@@ -100,6 +104,7 @@ class RunnerConfig:
     gpu_memory_utilization: float = 0.9
     cpu_cache_bytes: int = 1 << 30
     compilation_cache: Path | str | Literal[False] | None = None
+    executables: Path | str | None = None
     trace: Path | str | None = None
 
     def __post_init__(self) -> None:

@@ -83,6 +83,7 @@ PLAIN_FILE = Rule(
     lambda value: FILE.holds(value) and not str(value).endswith(".gz"),
     f"{FILE.expected}, whose name doesn't end in .gz (it is written uncompressed)",
 )
+FOLDER = Rule(lambda value: isinstance(value, str | Path), "a folder")
 CACHE_FOLDER = Rule(
     lambda value: value is None or value is False or isinstance(value, str | Path), "a folder, None or False"
 )

@@ -80,6 +80,8 @@ class LLMConfig:
         attention: name of an attention implementation, or "auto".
         check_invariants: check the eight invariants before every step.
         compilation_cache: folder for compiled programs; None: one in the user's cache folder; False: none.
+        executables: folder that ``llm.runner.executables.save`` wrote: programs are taken from there, the rest are
+            compiled; refused if they don't fit. Its files are unpickled: name only folders you trust.
         trace: file to which a record of every step is written; None: no record.
 
     Raises:
@@ -111,6 +113,7 @@ class LLMConfig:
     attention: str = "auto"
     check_invariants: bool = False
     compilation_cache: Path | str | Literal[False] | None = None
+    executables: Path | str | None = None
     trace: Path | str | None = None
 
     def __post_init__(self) -> None:

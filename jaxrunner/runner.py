@@ -108,6 +108,8 @@ class ModelRunner:
         self.batch = self._new_batch()
         self.kv_caches = allocate_caches(layers, self.cache_plan.num_blocks, config.block_size, dtype)
         self.executables = self._executables(self.kv_caches)
+        if config.executables is not None:
+            self.executables.load(config.executables)
         self._buffers = self._new_buffers()
         self._pending: Pending | None = None
         self._prompt_logprobs, self._pooling = PromptLogprobs(self.executables.prompt_chunk), Pooling()

@@ -12,6 +12,7 @@ empties the processor's caches); a step's is wall time. Each is the least and th
 
   update      merging the scheduler's plan, checks included        prepare   packing the upload
   dispatch    the upload, and the calls of forward and head: all until the device works by itself
+  calls       executables that a step calls                        programs  compiled for the forward
 
 For mode FULL a second table takes the calls apart. "call" is the executable's; "nothing" is a program that gets, is
 donated and returns as many arrays and does nothing: behind a step, when that has emptied the processor's caches (here
@@ -123,7 +124,7 @@ def show(report: dict[str, Any]) -> None:
         "dispatch\nus",
         "step\nms",
         "compile\nCPU s",
-        "of the\nforward",
+        "pro-\ngrams",
     )
     modes = table(title, heads)
     for mode, row in report["modes"].items():

@@ -32,7 +32,7 @@ class ModelStepper:
         written = header.get("config")
         if not written:
             raise ValueError("the trace was not recorded by a ModelRunner: replay it without a model")
-        known = {f.name for f in fields(RunnerConfig)} - {"trace"}
+        known = {f.name for f in fields(RunnerConfig)} - {"trace", "executables"}
         values = {name: tuple(v) if isinstance(v, list) else v for name, v in written.items() if name in known}
         # As many blocks as there were then, whatever memory there is now.
         config = RunnerConfig(**values | {"num_blocks": header["geometry"]["num_blocks"]})

@@ -14,7 +14,7 @@ from jaxrunner.compilation_counter import CompilationCounter
 from jaxrunner.config import RunnerConfig
 from jaxrunner.executables import StepExecutables
 from jaxrunner.runner import ModelRunner
-from jaxrunner.saved_executables import SavedExecutablesError
+from jaxrunner.saved_executables import SavedExecutables, SavedExecutablesError
 from jaxrunner.shape_record import read_shapes
 from jaxrunner.shapes import ExecutionMode, Policy
 from pallas_kernels import AttentionSupport
@@ -105,7 +105,7 @@ def test_saved_executables_run_without_compiling(fixture, full, tmp_path) -> Non
     runner, logits = full
     names = set(runner.executables.compiled)
     runner.executables.save(tmp_path)
-    again = runner_of(fixture)
+    again = runner_of(fixture, executables=tmp_path)
     assert again.executables.load(tmp_path) == len(names)
     before = again.counter.compilations
     for got, want in zip(run(again, fixture.ids.tolist()), logits, strict=True):
@@ -119,7 +119,28 @@ def test_saved_executables_run_without_compiling(fixture, full, tmp_path) -> Non
         with pytest.raises(SavedExecutablesError, match=f"do not fit: their {fact} is 'another', here it is '"):
             again.executables.load(tmp_path)
     with pytest.raises(SavedExecutablesError, match="no saved executables in "):
-        again.executables.load(tmp_path / "nowhere")
+        runner_of(fixture, executables=str(tmp_path / "nowhere"))
+
+
+def test_a_warm_up_takes_what_was_saved_and_compiles_the_rest(fixture, full, tmp_path, monkeypatch) -> None:
+    full[0].executables.save(tmp_path)
+    saved = set(full[0].executables.compiled)
+    with pytest.raises(SavedExecutablesError, match="do not fit: their model and limits is "):
+        runner_of(fixture, executables=tmp_path, token_buckets=(4, 16))
+    load, taken = SavedExecutables.load, dict[str, bool]()
+
+    def noted(self, name):
+        found = load(self, name)
+        taken[name] = found is not None
+        return found
+
+    monkeypatch.setattr(SavedExecutables, "load", noted)
+    runner = runner_of(fixture, executables=tmp_path, warmup="all")
+    assert {"forward[2]", "forward[16]"} <= saved
+    assert taken == {name: name in saved for name in runner.executables.compiled} and not all(taken.values())
+    run_count = runner.compilations
+    runner.execute_model(new("a", fixture.ids.tolist()[:9], 1))
+    assert runner.compilations == run_count == 0
 
 
 def test_work_rounds_up_until_a_bucket_is_ready(fixture, full, monkeypatch: pytest.MonkeyPatch) -> None:
