@@ -14,6 +14,11 @@ this finds, for each number of executables, the ladder at which the trace costs 
 
 Costs: "tokens" counts padded tokens. "measured" times the forward of a model at a few sizes here. "model" adds up, over
 the forward's products of matrices, the longer of reading their bytes and doing their operations at the target's peaks.
+
+In the output: padding_waste is the fraction of padded tokens, and step_time the mean cost of a step's forward: in tokens
+with "tokens", in seconds else. compile_s adds up the forwards' compile seconds and memory_bytes their code and the largest
+one's temporaries, caches left out; both are measured on this backend between the sizes compiled, so they are there with
+"measured" only: "tokens" and "model" compile nothing, and leave them null.
 """
 
 from __future__ import annotations
@@ -192,7 +197,12 @@ def plot(ladders: list[Ladder], path: str, unit: str, scale: float) -> None:
                 each.padding_waste * 100 if label.startswith("padding") else each.step_time * scale for each in points
             ]
             panel.plot([each.executables for each in points], values, mark, label=kind)
-        panel.set(xlabel="executables", ylabel=label)
+        panel.set(xlabel="executables", ylabel=label, xscale="log")
+        panel.set_xticks(sorted({each.executables for each in ladders}), minor=False)
+        panel.set_xticks([], minor=True)
+        panel.xaxis.set_major_formatter("{x:.0f}")
+        panel.set_ylim(bottom=0 if label.startswith("padding") else None)
+        panel.grid(alpha=0.3)
     panels[0].legend()
     figure.savefig(path, dpi=120)
 
