@@ -15,10 +15,10 @@ this finds, for each number of executables, the ladder at which the trace costs 
 Costs: "tokens" counts padded tokens. "measured" times the forward of a model at a few sizes here. "model" adds up, over
 the forward's products of matrices, the longer of reading their bytes and doing their operations at the target's peaks.
 
-In the output: padding_waste is the fraction of padded tokens, and step_time the mean cost of a step's forward: in tokens
-with "tokens", in seconds else. compile_s adds up the forwards' compile seconds and memory_bytes their code and the largest
-one's temporaries, caches left out; both are measured on this backend between the sizes compiled, so they are there with
-"measured" only: "tokens" and "model" compile nothing, and leave them null.
+In the output: padding_waste is the fraction of padded tokens, and step_time the mean cost of a step's forward: in
+tokens with "tokens", in seconds else. compile_s adds up the forwards' compile seconds, memory_bytes their code and the
+largest one's temporaries, caches left out. Both are measured on this backend, with lines between the sizes compiled, so
+they are there with "measured" only: "tokens" and "model" compile nothing, and leave them null.
 """
 
 from __future__ import annotations
