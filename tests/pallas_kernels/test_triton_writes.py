@@ -156,7 +156,7 @@ def test_norms_have_a_gradient_on_the_reference():
 
     def loss(q, k, q_weight, k_weight):
         norms = HeadNorms(q_weight, k_weight, 1e-3)
-        out, written = rotate_and_write_plainly(q, k, v, table, cache, slots, norms)
+        out, written = rope_and_write_kv_cache(q, k, v, table, cache, slots, norms=norms)
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(written.k))
 
     norms = head_norms(8, "float32", False)
