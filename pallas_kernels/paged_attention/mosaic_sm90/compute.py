@@ -49,6 +49,7 @@ class Buffers(NamedTuple):
 # Scalars kept in shared memory during the loops over keys, where registers are scarce. HEADS is G, as a number that
 # the compiler doesn't know: a loop over G heads that it unrolls has each head's addresses kept in registers.
 START, SHIFT, LENGTH, LATER, WHOLE, HEADS = KEPT = range(6)
+MANY = 8  # heads, from which on those loops spill registers if they are unrolled; with fewer they may if they aren't
 
 
 def keep(piece: Piece, rows: Rows, buffers: Buffers, plan: Plan) -> None:
@@ -65,7 +66,7 @@ def load_queries(q: Any, head: Int32[Array, ""], piece: Piece, rows: Rows, buffe
     for column in range(0, plan.head_dim, plan.staged):
         columns = pl.ds(column, plan.staged)
 
-        @pl.loop(0, plan.group + piece.zero)
+        @pl.loop(0, plan.group + piece.zero if plan.group >= MANY else plan.group)
         def _(g: Array, columns: Any = columns) -> None:
             plgpu.copy_gmem_to_smem(
                 q.at[pl.ds(rows.start, plan.box), head, g, columns],
@@ -205,7 +206,7 @@ def _store_rows(result: Array, shift: Array, length: Array, heads: Array, place:
         columns = pl.ds(column, width)
 
         def copy(token: Any, n: int, columns: Any = columns) -> None:
-            @pl.loop(0, heads)
+            @pl.loop(0, heads if plan.group >= MANY else plan.group)
             def _(g: Array) -> None:
                 source = staging.at[pl.ds(g * plan.box + token, n)]
                 plgpu.copy_smem_to_gmem(source, place(token, n).at[:, g, columns])
