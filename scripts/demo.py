@@ -7,7 +7,8 @@ Examples:
   demo.py --temperature 0.7 --seed 3
   demo.py --json                                        one JSON object on stdout, for a script to read
 
-A first run compiles the model for this machine and keeps that in your cache folder; later runs start at once.
+A first run compiles the model for this machine and keeps that in your cache folder; later runs start at once. On a
+CPU whole programs are kept, so that they need not even be traced; --executables names another folder for them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import platformdirs
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+if TYPE_CHECKING:
+    from jaxrunner.runner import ModelRunner
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -48,6 +53,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="for a temperature above 0")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a chat model (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or auto (default: auto)")
+    parser.add_argument(
+        "--executables",
+        type=Path,
+        metavar="FOLDER",
+        default=platformdirs.user_cache_path("jaxrunner") / "demo",
+        help="where compiled programs are kept for the next run (default: one in your cache folder)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_args(arguments)
 
@@ -79,11 +91,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     loaded = clock()
     runner = llm.runner
     executables = {}
+    # Programs for a GPU have not been saved and loaded on one yet; there the compilation cache alone serves.
+    keeps = jax.default_backend() == "cpu"
+    kept = load_kept(runner, options.executables) if keeps else "none are kept on this device"
     with stderr.status("compiling") as status:
         for compiled in runner.executables.compile_all(runner.shapes.tokens):
             executables[compiled.name] = compiled.seconds
             status.update(f"compiling (have {', '.join(executables)})")
     runner.executables.warm = True
+    # What comes out of the compilation cache would have to be compiled again to be saved.
+    if keeps and not any(compiled.cached for compiled in runner.executables.compiled.values()):
+        runner.executables.save(options.executables)
     compiled_at = clock()
     outputs = llm.chat([[{"role": "user", "content": text}] for text in options.prompt], params)
     finished = clock()
@@ -123,12 +141,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "load_seconds": loaded - imported,
         "compile_seconds": compiled_at - loaded,
         "executables": executables,
+        "kept_executables": kept,
         "compilation_cache": {"hits": runner.counter.hits, "misses": runner.counter.misses},
         "compilations_while_generating": runner.compilations,
         "generate_seconds": seconds,
         "steps": steps,
         "segments": segments,
     }
+
+
+def load_kept(runner: ModelRunner, folder: Path) -> int | str:
+    """How many programs of an earlier run fit this one, which takes them from there; or why there are none."""
+    from jaxrunner.saved_executables import SavedExecutablesError
+
+    try:
+        return runner.executables.load(folder)
+    except SavedExecutablesError as error:
+        return str(error)
 
 
 def kernel_choices(platform: str) -> list[str]:
@@ -176,6 +205,9 @@ def show(report: dict[str, Any]) -> None:
         + (f", [bold]{decode:.1f} tokens/s[/bold] while decoding" if decode else "")
     )
     cache, late = report["compilation_cache"], report["compilations_while_generating"]
+    kept = report["kept_executables"]
+    if isinstance(kept, int):
+        console.print(f"{kept} whole programs of an earlier run were taken as they are.")
     console.print(
         f"Compilation cache: {cache['hits']} programs found, {cache['misses']} not."
         f" Compiled while generating: {late}{', so the times above are not of a steady state' if late else ''}."

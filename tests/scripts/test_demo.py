@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxrunner.compilation_cache import without_compilation_cache
 from pallas_kernels.implementation import Kernel
 from scripts import demo
 from tests.jaxrunner.chain import successor_logits, word_tokenizer, write_chain
@@ -23,6 +24,33 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     template = {"chat_template": "{{ messages[-1].content }}"}
     return str(write_chain(folder, successor_logits(V, {}), word_tokenizer(WORDS), tokenizer_config=template))
+
+
+@pytest.fixture(autouse=True)
+def kept_for_itself(monkeypatch, tmp_path):
+    """Programs are kept in a folder of the test, not in the user's."""
+    monkeypatch.setattr(demo.platformdirs, "user_cache_path", lambda name: tmp_path)
+    return tmp_path / "demo"
+
+
+def test_a_second_run_takes_the_first_ones_programs(model, capsys, kept_for_itself):
+    def run() -> dict:
+        with without_compilation_cache():
+            assert demo.main(["--model", model, "--prompt", "w3", "--max-tokens", "3", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    first = run()
+    assert "no saved executables" in first["kept_executables"] and (kept_for_itself / "executables.json").exists()
+    second = run()
+    assert second["kept_executables"] == len(second["executables"]) == len(first["executables"])
+    assert second["answers"] == first["answers"]
+    manifest = json.loads((kept_for_itself / "executables.json").read_text())
+    (kept_for_itself / "executables.json").write_text(json.dumps(manifest | {"JAX version": "0.1"}))
+    third = run()
+    assert "their JAX version is '0.1'" in third["kept_executables"] and third["answers"] == first["answers"]
+    assert demo.main(["--model", model, "--prompt", "w3", "--max-tokens", "3"]) == 0
+    # The third run kept its own, and the fourth took them.
+    assert f"{len(first['executables'])} whole programs of an earlier run" in capsys.readouterr().out
 
 
 def test_the_report_as_data(model, capsys):
