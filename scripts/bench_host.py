@@ -11,8 +11,9 @@ Examples:
   OMP_NUM_THREADS=1 nice -n -15 bench_host.py --repeats 3 --json out.json
 
 before_forward is all that stands between the scheduler's plan and the upload: it includes packing, block-table and
-sampling-parameter updates, and not the upload itself, which is timed apart. membership is the
-part that only runs when requests come, go or change their order. The garbage collector is on.
+sampling-parameter updates, and not the upload itself, which is timed apart. bare is the same steps' least in NumPy:
+the reads and writes that the plans cannot do without (host_bench/bare.py). membership is the part that only runs when
+requests come, go or change their order. The garbage collector is on.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from scripts.host_bench.bare import time_bare  # noqa: E402
 from scripts.host_bench.floor import Yardstick  # noqa: E402
 from scripts.host_bench.replay import CLOCKS, PHASES, Replay, compare_with_reference, time_details, time_phases  # noqa: E402
 from scripts.host_bench.workload import SCENARIOS, TraceConfig  # noqa: E402
@@ -50,6 +52,7 @@ def measure(config: TraceConfig, repeats: int, clock: str, on_step: Any) -> dict
                 time_phases(config, yardstick, check=check, lists=not check, clock=CLOCKS[clock], on_step=on_step)
             )
     membership, upload = time_details(config, DETAILS, on_step)
+    bare = time_bare(config, on_step)
 
     def median(values: Iterable[float]) -> float:
         return float(np.median(list(values)))
@@ -63,6 +66,7 @@ def measure(config: TraceConfig, repeats: int, clock: str, on_step: Any) -> dict
         "before_forward_us": median(r.median(before) for r in plain),
         "record_us": median(r.median(record) for r in plain),
         "record_flat_us": median(r.median(record) for r in checked),
+        "bare_us": median(bare),
         "membership_us": median(membership),
         "upload_us": median(upload),
         "validation_us": median(r.median(before) for r in checked) - median(r.median(before) for r in plain),
@@ -88,7 +92,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> Table:
         title="Host path, microseconds a step: median / p99",
         caption="× floor: a multiple of the yardstick, block by block, so that a change of the machine's speed cancels",
     )
-    heads = ("scenario", "reqs", "update", "prepare", "before\nforward", "×\nfloor", "record", "×\nfloor",
+    heads = ("scenario", "reqs", "update", "prepare", "before\nforward", "×\nfloor", "bare", "record", "×\nfloor",
              "no\nlists", "×\nfloor", "member-\nship", "vali-\ndation", "×\nfloor", "upload", "floor")  # fmt: skip
     for head in heads:
         table.add_column(head, justify="left" if head == "scenario" else "right", no_wrap=True)
@@ -101,6 +105,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> Table:
             both["prepare_inputs"],
             f"{row['before_forward_us']:.0f}/{row['p99_us']['before_forward']:.0f}",
             f"{row['ratio_to_floor']:.2f}",
+            f"{row['bare_us']:.0f}",
             both["record_sampled"],
             f"{row['record_to_floor']:.2f}",
             f"{row['record_flat_us']:.0f}",
@@ -159,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for config in todo:
             name = f"{config.scenario} {config.num_reqs}"
             steps = 1 + config.warmup_steps + config.measured_steps
-            passes = 1 if arguments.check else 2 * arguments.repeats
+            passes = 1 if arguments.check else 2 * arguments.repeats + 1
             details = 0 if arguments.check else 1 + config.warmup_steps + min(DETAILS, config.measured_steps)
             task = progress.add_task(name, total=steps * passes + details)
 

@@ -133,7 +133,7 @@ def time_phases(
     path = HostPath(config)
     times: list[tuple[int, int, int]] = []
     floor: list[float] = []
-    for steps in _blocks(trace(config)):
+    for steps in in_blocks(trace(config)):
         if steps[0].measured:
             floor.append(yardstick.sample())
         for step in steps:
@@ -193,7 +193,7 @@ def time_details(
     return np.array(settled) / 1e3, np.array(uploads) / 1e3
 
 
-def _blocks(steps: Iterator[TraceStep]) -> Iterator[list[TraceStep]]:
+def in_blocks(steps: Iterator[TraceStep]) -> Iterator[list[TraceStep]]:
     """Blocks of steps, measured or not; each is made as a whole before it is replayed, outside of what is timed.
 
     The collector runs, but not over what was there before: a trace is more garbage than a server's requests.

@@ -9,18 +9,51 @@ import pytest
 from jaxrunner.batch import StepInputs
 from scripts import bench_host
 from scripts.host_bench import replay
+from scripts.host_bench.bare import BareWork
 from scripts.host_bench.floor import readings
 from scripts.host_bench.workload import SCENARIOS, TraceConfig, trace
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_scenario_equals_the_reference(scenario: str) -> None:
-    small = TraceConfig(
+def small(scenario: str) -> TraceConfig:
+    return TraceConfig(
         scenario, 6, warmup_steps=0, measured_steps=12, max_num_reqs=8, max_model_len=256, vocab_size=1000,
         prompt_min=3, prompt_max=20, turnover=0.3, arrival_prompt=40, arrival_cached=32, token_budget=30,
         mixed_min=5, mixed_max=60, preempted=0.2,
     )  # fmt: skip
-    assert replay.compare_with_reference(small) == 13
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_scenario_equals_the_reference(scenario: str) -> None:
+    assert replay.compare_with_reference(small(scenario)) == 13
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_bare_work_has_what_a_step_needs(scenario: str) -> None:
+    config = small(scenario)
+    path, bare = replay.HostPath(config), BareWork(config)
+    for step in trace(config):
+        path.update(step, check=True)
+        inputs = path.prepare(step)
+        bare.step(step.scheduler_output)
+        n, total = len(inputs.req_ids), inputs.num_tokens
+        slots, starts, computed, lengths = bare.buffer[total : total + 4 * n].reshape(4, n)
+        queries = dict(zip(slots.tolist(), zip(computed.tolist(), lengths.tolist(), strict=True), strict=True))
+        tokens = dict(zip(slots.tolist(), np.split(bare.buffer[:total], starts[1:]), strict=True))
+        for row, req_id in enumerate(inputs.req_ids):
+            slot = bare.slots[req_id]
+            of_row = slice(inputs.query_start_loc[row], inputs.query_start_loc[row + 1])
+            assert queries[slot] == (inputs.positions[of_row][0], inputs.seq_lens[row])
+            assert tokens[slot].tolist() == inputs["token_ids"][of_row].tolist()
+            blocks = path.batch.block_table[0].row(int(inputs["idx_mapping"][row]))
+            held = -(-int(inputs.seq_lens[row]) // config.block_size)
+            assert bare.table[slot, :held].tolist() == blocks[:held].tolist()
+        path.record(inputs, path.sampled(step))
+        for req_id, sampled in step.sampled.items():
+            slot = bare.slots[req_id]
+            end = int(inputs.seq_lens[inputs.req_ids.index(req_id)]) - len(
+                step.scheduler_output.scheduled_spec_decode_tokens.get(req_id, ())
+            )
+            bare.tokens[slot, end : end + len(sampled)] = sampled
 
 
 def break_tokens(inputs: StepInputs) -> None:
