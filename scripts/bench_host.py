@@ -52,7 +52,7 @@ def measure(config: TraceConfig, repeats: int, clock: str, on_step: Any) -> dict
                 time_phases(config, yardstick, check=check, lists=not check, clock=CLOCKS[clock], on_step=on_step)
             )
     membership, upload = time_details(config, DETAILS, on_step)
-    bare = time_bare(config, on_step)
+    bare = time_bare(config, CLOCKS[clock], on_step)
 
     def median(values: Iterable[float]) -> float:
         return float(np.median(list(values)))

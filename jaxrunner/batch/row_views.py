@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Int32, Int64
 
 from jaxrunner.batch.buffers import LIVE_FIELDS, ROW_FIELDS
 
@@ -19,7 +19,6 @@ class RowArrays:
     def __init__(self, max_num_reqs: int) -> None:
         self.fields: Int32[np.ndarray, "fields R"] = np.zeros((len(ROW_FIELDS), max_num_reqs), np.int32)
         self.num_scheduled: Int32[np.ndarray, "R"] = np.zeros(max_num_reqs, np.int32)
-        self.flagged: Bool[np.ndarray, "R"] = np.empty(max_num_reqs, bool)  # room for a comparison
         self.cells: Int64[np.ndarray, "R"] = np.empty(max_num_reqs, np.intp)  # room for places in the token table
         self.ones: Int32[np.ndarray, "R"] = np.ones(max_num_reqs, np.int32)
         self._cuts: dict[int, RowViews] = {}
@@ -37,7 +36,7 @@ class RowViews:
     """The first n rows of ``RowArrays``; ``live`` are the fields that change with every step."""
 
     __slots__ = (
-        "cells", "computed", "draft", "fields", "flagged", "known", "live", "num_rows", "ones", "prompt", "scheduled",
+        "cells", "computed", "draft", "fields", "known", "live", "num_rows", "ones", "prompt", "scheduled",
     )  # fmt: skip
 
     def __init__(self, arrays: RowArrays, n: int) -> None:
@@ -46,6 +45,5 @@ class RowViews:
         self.live: Int32[np.ndarray, "live n"] = self.fields[LIVE_FIELDS]
         _, self.computed, self.known, self.prompt, self.draft, _ = self.fields
         self.scheduled: Int32[np.ndarray, "n"] = arrays.num_scheduled[:n]
-        self.flagged: Bool[np.ndarray, "n"] = arrays.flagged[:n]
         self.cells: Int64[np.ndarray, "n"] = arrays.cells[:n]
         self.ones: Int32[np.ndarray, "n"] = arrays.ones[:n]

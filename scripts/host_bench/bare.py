@@ -7,7 +7,7 @@ host path takes above this is the price of what it does besides, and of its Pyth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from time import perf_counter_ns
 
@@ -56,19 +56,12 @@ class BareWork:
         if grown:
             for req_id in cached.resumed_req_ids:
                 self._num_blocks[slots[req_id]] = 0
-            lengths = [len(blocks) for _, blocks in grown]
-            values = list(chain.from_iterable(blocks for _, blocks in grown))
-            rows = np.repeat(slot_of[[i for i, _ in grown]], lengths)
-            first = np.repeat(np.cumsum(lengths) - lengths, lengths)
-            self.table[rows, self._num_blocks[rows] + np.arange(len(values)) - first] = values
-            self._num_blocks[slot_of[[i for i, _ in grown]]] += lengths
+            grew = slot_of[[i for i, _ in grown]]
+            self._num_blocks[grew] += _put(self.table, grew, self._num_blocks[grew], [blocks for _, blocks in grown])
         if drafts := plan.scheduled_spec_decode_tokens:
-            lengths = list(map(len, drafts.values()))
-            values = list(chain.from_iterable(drafts.values()))
             self._computed[slot_of] = computed
-            rows = np.repeat(np.fromiter(map(slots.__getitem__, drafts), np.int32, len(drafts)), lengths)
-            first = np.repeat(np.cumsum(lengths) - lengths, lengths)
-            self.tokens[rows, self._computed[rows] + 1 + np.arange(len(values)) - first] = values
+            drafted = np.fromiter(map(slots.__getitem__, drafts), np.int32, len(drafts))
+            _put(self.tokens, drafted, self._computed[drafted] + 1, drafts.values())
         starts = np.cumsum(counts, dtype=np.int32)
         total = int(starts[-1])
         starts -= counts
@@ -80,14 +73,25 @@ class BareWork:
         np.add(computed, counts, out=fields[3])
 
 
-def time_bare(config: TraceConfig, on_step: Callable[[], object] = lambda: None) -> np.ndarray:
-    """Microseconds of each measured step of the trace, all but its last sampled tokens in place."""
+def _put(table: np.ndarray, rows: np.ndarray, starts: np.ndarray, lists: Collection[Sequence[int]]) -> list[int]:
+    """Writes each list into its row of the table, from its start on; returns how long they are."""
+    lengths = list(map(len, lists))
+    shift = starts - np.cumsum(lengths) + lengths
+    columns = np.repeat(shift, lengths) + np.arange(sum(lengths))
+    table[np.repeat(rows, lengths), columns] = list(chain.from_iterable(lists))
+    return lengths
+
+
+def time_bare(
+    config: TraceConfig, clock: Callable[[], int] = perf_counter_ns, on_step: Callable[[], object] = lambda: None
+) -> np.ndarray:
+    """Microseconds of each measured step of the trace. Sampled tokens are not taken in: that is no part of it."""
     work, times = BareWork(config), list[int]()
     for steps in in_blocks(trace(config)):
         for step in steps:
-            start = perf_counter_ns()
+            start = clock()
             work.step(step.scheduler_output)
             if step.measured:
-                times.append(perf_counter_ns() - start)
+                times.append(clock() - start)
             on_step()
     return np.array(times) / 1e3

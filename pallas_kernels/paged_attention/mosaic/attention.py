@@ -2,8 +2,9 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from pallas_kernels.gpus import Device, current_device
 from pallas_kernels.implementation import AttentionLayer, AttentionSupport, GroupSpec
 from pallas_kernels.metadata import CommonAttentionMetadata, KVCache
 from pallas_kernels.paged_attention.mosaic import toolchain
+from pallas_kernels.paged_attention.mosaic.merge import merge
 from pallas_kernels.paged_attention.mosaic.plan import Plan
 from pallas_kernels.paged_attention.mosaic.work import Work, divide
 
@@ -49,6 +51,9 @@ class MosaicAttention(ABC):
 
     name: ClassVar[str]
     support: ClassVar[AttentionSupport] = AttentionSupport.ALWAYS
+    # (q, cache, block_table, work, sinks, scale, soft_cap, interpret) -> (results of all whole tiles [T, Hkv, G, D],
+    # what is to be merged into them, None with one worker).
+    kernel: ClassVar[Callable[..., tuple[Array, Any]]]
 
     @abstractmethod
     def refuses_device(self, device: Device) -> str | None:
@@ -59,16 +64,8 @@ class MosaicAttention(ABC):
         """What the kernel is compiled for, in a step of this shape."""
 
     @abstractmethod
-    def run(
-        self,
-        q: Float[Array, "T H D"],
-        cache: KVCache,
-        block_table: Int32[Array, "R W"],
-        work: Work,
-        layer: AttentionLayer,
-        sinks: Float[Array, "H"] | None,
-    ) -> Float[Array, "T Hkv G D"]:
-        """The kernel, and the merge of divided tiles."""
+    def store(self, dtype: DTypeLike) -> Callable[[Any, Any], None]:
+        """How the merge copies a row that it has just written in shared memory to where it belongs."""
 
     def refuses(self, layer: AttentionLayer, block_size: int, dtype: DTypeLike, platform: str) -> str | None:
         if self.interpret is None:
@@ -130,7 +127,12 @@ class MosaicAttention(ABC):
             raise ValueError(f"a window ({layer.window}) needs causal attention")
         if q.dtype != cache.k.dtype:
             raise ValueError(f"{self.name} needs queries of the cache's dtype, {cache.k.dtype}, not {q.dtype}")
-        return self.run(q, cache, metadata.block_table, work, layer, sinks).reshape(q.shape)
+        out, partials = self.kernel(
+            q, cache, metadata.block_table, work, sinks, layer.scale, layer.soft_cap, self.interpret
+        )
+        if partials is not None:
+            out = merge(out, partials, work, self.store(q.dtype), f"merge_attention_{self.name}", self.interpret)
+        return out.reshape(q.shape)
 
 
 def _kind(layer: AttentionLayer) -> Kind:

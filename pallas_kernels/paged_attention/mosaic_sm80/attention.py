@@ -1,22 +1,19 @@
 """The Ampere and Ada kernels as an implementation of paged attention."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jax import Array
-from jaxtyping import Float, Int32
+from jax.typing import DTypeLike
 
 from pallas_kernels.configurations import ASYNC_COPIES, TENSOR_CORES, WIDE_LOADS, KernelConfiguration
 from pallas_kernels.gpus import Device, current_device
 from pallas_kernels.implementation import AttentionLayer
-from pallas_kernels.metadata import KVCache
 from pallas_kernels.paged_attention.configurations import attention_configurations
 from pallas_kernels.paged_attention.mosaic.attention import BLOCK_SIZES, GROUPS, HEAD_DIMS, MosaicAttention
-from pallas_kernels.paged_attention.mosaic.merge import merge
 from pallas_kernels.paged_attention.mosaic.plan import Plan
-from pallas_kernels.paged_attention.mosaic.work import Work
-from pallas_kernels.paged_attention.mosaic_sm80 import kernel, products
+from pallas_kernels.paged_attention.mosaic_sm80 import products
+from pallas_kernels.paged_attention.mosaic_sm80.kernel import attention
 from pallas_kernels.paged_attention.mosaic_sm80.plan import PROCESSORS, Processor, make_plan
 from pallas_kernels.paged_attention.mosaic_sm80.rows import copy_row
 
@@ -24,6 +21,7 @@ from pallas_kernels.paged_attention.mosaic_sm80.rows import copy_row
 @dataclass(frozen=True)
 class MosaicSm80Attention(MosaicAttention):
     name: ClassVar[str] = "mosaic_sm80"
+    kernel = staticmethod(attention)
 
     def refuses_device(self, device: Device) -> str | None:
         if device.capability in PROCESSORS:
@@ -37,28 +35,15 @@ class MosaicSm80Attention(MosaicAttention):
             processor = Processor(device.gpu.num_sms, processor.shared_bytes)
         return make_plan(layer, num_tokens, block_size, causal, processor, self.stages, self.workers)
 
-    def run(
-        self,
-        q: Float[Array, "T H D"],
-        cache: KVCache,
-        block_table: Int32[Array, "R W"],
-        work: Work,
-        layer: AttentionLayer,
-        sinks: Float[Array, "H"] | None,
-    ) -> Float[Array, "T Hkv G D"]:
-        out, partials = kernel.attention(
-            q, cache, block_table, work, sinks, layer.scale, layer.soft_cap, self.interpret
-        )
-        if partials is None:
-            return out
-        device = products.Device(q.dtype, self.interpret is not None)
+    def store(self, dtype: DTypeLike) -> Callable[[Any, Any], None]:
+        device = products.Device(dtype, self.interpret is not None)
 
         def store(source: Any, to: Any) -> None:
             device.meet()
             copy_row(source, to)
             device.meet()
 
-        return merge(out, partials, work, store, f"merge_attention_{self.name}", self.interpret)
+        return store
 
     def configurations(self) -> Iterable[KernelConfiguration]:
         """Those of mixed steps: what is compiled for a decode is the same."""

@@ -1,23 +1,19 @@
 """The Hopper kernels as an implementation of paged attention."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float, Int32
+from jax.typing import DTypeLike
 
 from pallas_kernels.configurations import TMA_LOADS, WGMMA, KernelConfiguration
 from pallas_kernels.gpus import Device, current_device
 from pallas_kernels.implementation import AttentionLayer
-from pallas_kernels.metadata import KVCache
 from pallas_kernels.paged_attention.configurations import attention_configurations
 from pallas_kernels.paged_attention.mosaic.attention import BLOCK_SIZES, GROUPS, HEAD_DIMS, MosaicAttention
-from pallas_kernels.paged_attention.mosaic.merge import merge
 from pallas_kernels.paged_attention.mosaic.plan import Plan
-from pallas_kernels.paged_attention.mosaic.work import Work
-from pallas_kernels.paged_attention.mosaic_sm90 import kernel
+from pallas_kernels.paged_attention.mosaic_sm90.kernel import attention
 from pallas_kernels.paged_attention.mosaic_sm90.plan import make_plan
 
 CAPABILITY = (9, 0)
@@ -33,6 +29,7 @@ class MosaicSm90Attention(MosaicAttention):
     warpgroups: int | None = None
 
     name: ClassVar[str] = "mosaic_sm90"
+    kernel = staticmethod(attention)
 
     def refuses_device(self, device: Device) -> str | None:
         if device.capability == CAPABILITY:
@@ -45,21 +42,8 @@ class MosaicSm90Attention(MosaicAttention):
         overrides = self.stages, self.workers, self.warpgroups
         return make_plan(layer, num_tokens, num_rows, block_size, causal, num_sms, *overrides)
 
-    def run(
-        self,
-        q: Float[Array, "T H D"],
-        cache: KVCache,
-        block_table: Int32[Array, "R W"],
-        work: Work,
-        layer: AttentionLayer,
-        sinks: Float[Array, "H"] | None,
-    ) -> Float[Array, "T Hkv G D"]:
-        out, partials = kernel.attention(
-            q, cache, block_table, work, sinks, layer.scale, layer.soft_cap, self.interpret
-        )
-        if partials is None:
-            return out
-        return merge(out, partials, work, _store, f"merge_attention_{self.name}", self.interpret)
+    def store(self, dtype: DTypeLike) -> Callable[[Any, Any], None]:
+        return _store
 
     def configurations(self) -> Iterable[KernelConfiguration]:
         return attention_configurations(

@@ -6,7 +6,7 @@ import numpy as np
 
 # Room for intermediate values, written anew before it is read; packed sampling parameters, kept for their like; and
 # whether a block may be held twice, which only says that it is worth a look.
-SCRATCH = {"reading", "staging", "flagged", "records", "any_shared"}
+SCRATCH = {"reading", "staging", "records", "any_shared"}
 
 
 def picture(thing: Any, at: str = "batch") -> dict[str, Any]:
