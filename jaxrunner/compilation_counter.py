@@ -28,7 +28,10 @@ class CompilationCounter:
 
         def on_duration(event: str, duration_secs: float, **facts: Any) -> None:
             counter = this()
-            if counter is not None and event == _COMPILED and threading.get_ident() not in counter._apart:
+            if counter is None or event != _COMPILED:
+                return
+            counter._of_thread.compiled = True
+            if threading.get_ident() not in counter._apart:
                 counter.compilations += 1
 
         def on_event(event: str, **facts: Any) -> None:
@@ -53,6 +56,12 @@ class CompilationCounter:
         last = getattr(self._of_thread, "last", None)
         self._of_thread.last = None
         return last
+
+    def compiled(self) -> bool:
+        """Whether this thread compiled a program or loaded one from the persistent cache. Then forgets it."""
+        was = getattr(self._of_thread, "compiled", False)
+        self._of_thread.compiled = False
+        return was
 
     def _heard(self, hit: bool) -> None:
         self._of_thread.last = hit

@@ -16,6 +16,7 @@ class Compiled:
         seconds: tracing, lowering and compiling, or loading.
         temp_bytes, code_bytes: of its temporaries, and of the program itself where the backend says so.
         cached: it came out of the persistent cache, or of saved executables; None: there is neither.
+        fresh: XLA made it for this entry; else it came out of a cache, or JAX had it in memory, from wherever.
         executable: JAX's own.
         compile_anew: makes another one.
     """
@@ -26,6 +27,7 @@ class Compiled:
     temp_bytes: int
     code_bytes: int = 0
     cached: bool | None = None
+    fresh: bool = False
     executable: Any = field(default=None, repr=False)
     compile_anew: Callable[[], Any] | None = field(default=None, repr=False)
 

@@ -64,9 +64,10 @@ class ExecutableStore:
         self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any], donate: tuple[int, ...]
     ) -> Compiled:
         start = time.perf_counter()
-        self._counter.cached()  # forgets what was before
+        self._counter.cached(), self._counter.compiled()  # forgets what was before
         executable = self.saved.load(name) if self.saved is not None else None
         cached: bool | None = True
+        fresh = False
 
         def compile_anew() -> Any:
             @wraps(function)
@@ -78,6 +79,7 @@ class ExecutableStore:
         if executable is None:
             executable = jax.jit(function, donate_argnums=donate).lower(*arguments.values()).compile()
             cached = self._counter.cached()
+            fresh = self._counter.compiled() and not cached
         analysis = executable.memory_analysis()
         temp, code = (
             int(getattr(analysis, f"{what}_size_in_bytes", 0)) if analysis is not None else 0
@@ -86,4 +88,4 @@ class ExecutableStore:
         call = exact(name, executable, tuple(arguments), tuple(arguments.values()))
         if self.warm and not self._counter.is_apart():
             self.late += 1
-        return Compiled(name, call, time.perf_counter() - start, temp, code, cached, executable, compile_anew)
+        return Compiled(name, call, time.perf_counter() - start, temp, code, cached, fresh, executable, compile_anew)

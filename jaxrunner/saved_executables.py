@@ -31,7 +31,7 @@ class Saveable(Protocol):
     def executable(self) -> Any: ...
 
     @property
-    def cached(self) -> bool | None: ...
+    def fresh(self) -> bool: ...
 
     @property
     def compile_anew(self) -> Callable[[], Any] | None: ...
@@ -40,7 +40,8 @@ class Saveable(Protocol):
 def save_executables(folder: Path, compiled: Mapping[str, Saveable], fingerprint: Any) -> Path:
     """Writes each executable and a manifest of what they fit.
 
-    One that came out of a cache is compiled again: XLA's CPU backend serialises those without their functions.
+    One that XLA did not make for its entry is compiled again: what has been through a cache, XLA's CPU backend
+    serialises without its functions, and what JAX finds in memory may have been.
 
     Args:
         fingerprint: what the programs depend on: the step's functions and the abstract arguments.
@@ -50,7 +51,7 @@ def save_executables(folder: Path, compiled: Mapping[str, Saveable], fingerprint
     for number, (name, entry) in enumerate(compiled.items()):
         files[name] = f"{number}.bin"
         executable = entry.executable
-        if entry.cached and entry.compile_anew is not None:
+        if not entry.fresh and entry.compile_anew is not None:
             with without_compilation_cache():
                 executable = entry.compile_anew()
         payload = serialize_executable.serialize(executable)

@@ -12,9 +12,10 @@ import pytest
 
 from jaxrunner.compilation_counter import CompilationCounter
 from jaxrunner.config import RunnerConfig
+from jaxrunner.executable_store import ExecutableStore
 from jaxrunner.executables import StepExecutables
 from jaxrunner.runner import ModelRunner
-from jaxrunner.saved_executables import SavedExecutables, SavedExecutablesError
+from jaxrunner.saved_executables import SavedExecutables, SavedExecutablesError, save_executables
 from jaxrunner.shape_record import read_shapes
 from jaxrunner.shapes import ExecutionMode, Policy
 from pallas_kernels import AttentionSupport
@@ -120,6 +121,26 @@ def test_saved_executables_run_without_compiling(fixture, full, tmp_path) -> Non
             again.executables.load(tmp_path)
     with pytest.raises(SavedExecutablesError, match="no saved executables in "):
         runner_of(fixture, executables=str(tmp_path / "nowhere"))
+
+
+def test_what_jax_had_in_memory_is_compiled_again_to_be_saved(tmp_path) -> None:
+    """It may be from the persistent cache: saved as it is, it would fail when run, for want of a function."""
+
+    def choose(x: jax.Array) -> jax.Array:
+        return jax.numpy.where(x[:5] > 0, x[5:], x[:5] * 3).reshape(1, 5)
+
+    arguments = {"x": jax.ShapeDtypeStruct((10,), np.float32)}
+    for _ in range(2):  # compiled and written to the cache, then read from there
+        jax.clear_caches()
+        jax.jit(choose).lower(*arguments.values()).compile()
+    store = ExecutableStore()
+    x = np.arange(10, dtype=np.float32) - 2
+    want = store._get("choose", choose, arguments, ())(x)
+    assert not store.compiled["choose"].fresh
+    save_executables(tmp_path, store.compiled, "choose")
+    jax.clear_caches()
+    saved = SavedExecutables(tmp_path, "choose")
+    np.testing.assert_array_equal(saved.load("choose")(x), want)
 
 
 def test_a_warm_up_takes_what_was_saved_and_compiles_the_rest(fixture, full, tmp_path, monkeypatch) -> None:
@@ -232,6 +253,7 @@ def test_the_counter_hears_compilations_and_the_cache() -> None:
     assert counter.compilations == 2
     assert counter.hits >= 1 and counter.hits + counter.misses == 2  # the second is found in the persistent cache
     assert counter.cached() is True and counter.cached() is None
+    assert counter.compiled() is True and counter.compiled() is False
     counter.apart()
     jax.jit(lambda x: x * 5 + 0.25).lower(shape).compile()
     assert counter.compilations == 2
