@@ -8,12 +8,16 @@ Examples:
   bench_host.py                                             every scenario at 8 to 1024 requests; some minutes
   bench_host.py --scenario steady,mixed --reqs 64           two scenarios, one size
   bench_host.py --check --steps 20                          no times: every array of every step against a reference
+  bench_host.py --profile 20 --scenario preempt --reqs 64   which statements the time goes to
   OMP_NUM_THREADS=1 nice -n -15 bench_host.py --repeats 3 --json out.json
 
 before_forward is all that stands between the scheduler's plan and the upload: it includes packing, block-table and
 sampling-parameter updates, and not the upload itself, which is timed apart. bare is the same steps' least in NumPy:
 the reads and writes that the plans cannot do without (host_bench/bare.py). membership is the part that only runs when
 requests come, go or change their order. The garbage collector is on.
+
+--profile replays each trace once more, and every other ten steps reads a clock at each line of the host path. Times of
+statements are scaled so that together they are what the ten steps between take, which nothing disturbs.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts.host_bench.bare import time_bare  # noqa: E402
 from scripts.host_bench.floor import Yardstick  # noqa: E402
+from scripts.host_bench.profile import LEAST_STEPS, profile  # noqa: E402
+from scripts.host_bench.profile import as_table as statements_table  # noqa: E402
 from scripts.host_bench.replay import CLOCKS, PHASES, Replay, compare_with_reference, time_details, time_phases  # noqa: E402
 from scripts.host_bench.workload import SCENARIOS, TraceConfig  # noqa: E402
 from scripts.tables import show_table  # noqa: E402
@@ -131,6 +137,8 @@ def configs(arguments: argparse.Namespace) -> list[TraceConfig]:
         raise SystemExit(f"--reqs must be from 1 to {TraceConfig.max_num_reqs}, got {sizes}")
     if arguments.steps < 1 or arguments.repeats < 1 or arguments.warmup < 0:
         raise SystemExit("--steps and --repeats must be at least 1, --warmup at least 0")
+    if arguments.profile is not None and (arguments.profile < 1 or arguments.steps < LEAST_STEPS):
+        raise SystemExit(f"--profile must be at least 1, and needs --steps of at least {LEAST_STEPS}")
     return [
         TraceConfig(name, size, warmup_steps=arguments.warmup, measured_steps=arguments.steps)
         for name in names
@@ -153,6 +161,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="wall",
         help="cpu: the thread's own time, for a machine that others use too (default %(default)s)",
     )
+    parser.add_argument(
+        "--profile",
+        type=int,
+        nargs="?",
+        const=15,
+        metavar="N",
+        help="show the N statements that take most, of each row (default %(const)s); the file gets all of them",
+    )
     parser.add_argument("--check", action="store_true", help="compare every array with the reference, time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     arguments = parser.parse_args(argv)
@@ -164,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for config in todo:
             name = f"{config.scenario} {config.num_reqs}"
             steps = 1 + config.warmup_steps + config.measured_steps
-            passes = 1 if arguments.check else 2 * arguments.repeats + 1
+            passes = 1 if arguments.check else 2 * arguments.repeats + 1 + (arguments.profile is not None)
             details = 0 if arguments.check else 1 + config.warmup_steps + min(DETAILS, config.measured_steps)
             task = progress.add_task(name, total=steps * passes + details)
 
@@ -180,10 +196,17 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append({"scenario": config.scenario, "reqs": config.num_reqs, "steps_compared": compared})
                 progress.console.print(f"{name}: {compared} steps equal the reference")
             else:
-                rows.append(rounded(measure(config, arguments.repeats, arguments.clock, on_step)))
+                row = measure(config, arguments.repeats, arguments.clock, on_step)
+                if arguments.profile is not None:
+                    row["profile"] = profile(config, on_step)
+                rows.append(rounded(row))
             progress.remove_task(task)
     if not arguments.check:
         show_table(as_table(rows), console)
+        for row in rows:
+            for phase, found in row.get("profile", {}).items():
+                title = f"{row['scenario']} {row['reqs']}, {phase}"
+                show_table(statements_table(title, found, arguments.profile), console)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -115,6 +115,26 @@ def test_rows(tmp_path, capsys, monkeypatch) -> None:
     assert "mixed" in capsys.readouterr().out
 
 
+def test_a_profile_names_the_statements_and_adds_up(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    file = tmp_path / "out.json"
+    arguments = ["--scenario", "preempt", "--reqs", "6", "--steps", "40", "--warmup", "9", "--json", str(file)]
+    bench_host.main([*arguments, "--profile", "9"])
+    (row,) = json.loads(file.read_text())
+    before, record = row["profile"]["before_forward"], row["profile"]["record_sampled"]
+    for phase in (before, record):
+        shares = [s["share"] for s in phase["statements"]]
+        assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1, abs=0.05)  # rounded
+        assert sum(s["us"] for s in phase["statements"]) == pytest.approx(phase["us"], rel=0.05)
+        assert phase["watched_us"] > phase["us"] > 0 < phase["reading_us"]
+    source = {(s["function"], s["source"]): s for s in before["statements"]}
+    every_step = source["update_states", "_take_counts(batch, scheduler_output, plan)"]
+    assert every_step["times"] == 1 and every_step["file"] == "jaxrunner/batch/update_states.py"
+    assert {s["file"] for s in record["statements"]} >= {"jaxrunner/batch/record_sampled.py"}
+    assert not any(s["function"].startswith("HostPath.sampled") for s in record["statements"])
+    assert capsys.readouterr().out.count("µs when watched") == 2
+
+
 def test_check_reports_what_it_compared(tmp_path, capsys) -> None:
     file = tmp_path / "out.json"
     bench_host.main(
@@ -138,6 +158,8 @@ def test_the_yardstick_reads_what_a_scheduler_sends() -> None:
         (["--reqs", "8,x"], "numbers with commas"),
         (["--reqs", "2000"], "from 1 to 1024"),
         (["--steps", "0"], "at least 1"),
+        (["--profile", "--steps", "19"], "--steps of at least 20"),
+        (["--profile", "0"], "--profile must be at least 1"),
     ],
 )
 def test_bad_arguments(arguments: list[str], words: str) -> None:
