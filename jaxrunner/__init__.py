@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from jaxrunner.pooling import PoolingParams
     from jaxrunner.protocol import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
     from jaxrunner.runner import ModelRunner, Pending
+    from jaxrunner.repetition import RepetitionDetectionParams
     from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
+    from jaxrunner.structured_outputs import StructuredOutputsParams
 
 _HOME = {
     "LLM": "llm",
@@ -43,6 +45,8 @@ _HOME = {
     "load_model": "loading",
     "SamplingParams": "sampling_params",
     "RequestOutputKind": "sampling_params",
+    "RepetitionDetectionParams": "repetition",
+    "StructuredOutputsParams": "structured_outputs",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "RequestMetrics": "outputs",
@@ -95,6 +99,7 @@ __all__ = [
     "NewRequestData",
     "Pending",
     "PoolingParams",
+    "RepetitionDetectionParams",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
@@ -106,6 +111,7 @@ __all__ = [
     "SequenceDelta",
     "StepInputs",
     "StepResult",
+    "StructuredOutputsParams",
     "check_invariants",
     "load_model",
     "prepare_inputs",

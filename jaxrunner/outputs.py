@@ -42,9 +42,10 @@ class CompletionOutput:
             made when it is read (``FlatLogprobs``); else None.
         cumulative_logprob: sum of the log probabilities of the tokens; None likewise.
         finish_reason: "stop" (an end-of-sequence token, a stop token or a stop string), "length" (``max_tokens`` or
-            the model's length), "abort", "error" (see ``RequestOutput.error``); None while it runs.
-        stop_reason: the stop string or the id out of ``stop_token_ids`` that ended it; None for an end-of-sequence
-            token.
+            the model's length), "repetition" (``repetition_detection``), "abort", "error" (see
+            ``RequestOutput.error``); None while it runs.
+        stop_reason: the stop string or the id out of ``stop_token_ids`` that ended it, or "repetition_detected"; None
+            for an end-of-sequence token.
     """
 
     index: int

@@ -17,7 +17,6 @@ _REASONS = {
     "routed_experts_prompt_start": "no expert routing is returned",
     "trace_decode_token_ids": "tokens are sampled; prompt_logprobs judges given ones",
     "thinking_token_budget": "a model's thinking markers are not known",
-    "repetition_detection": "use frequency_penalty or a stop string",
 }
 # Is the field used? (n, stop strings, truncation and text options are the front door's to serve.)
 _USED = {
@@ -30,7 +29,6 @@ _USED = {
     "routed_experts_prompt_start": lambda p: p.routed_experts_prompt_start != 0,
     "trace_decode_token_ids": lambda p: p.trace_decode_token_ids is not None,
     "thinking_token_budget": lambda p: p.thinking_token_budget is not None,
-    "repetition_detection": lambda p: p.repetition_detection is not None,
 }
 
 

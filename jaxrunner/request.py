@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from jaxrunner.pooling import PoolingParams
+from jaxrunner.repetition import RepetitionDetectionParams
 from jaxrunner.sampling_params import SamplingParams
 
 
@@ -17,6 +18,7 @@ class RequestStatus(enum.Enum):
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
+    FINISHED_REPETITION = "repetition"
 
     @property
     def is_finished(self) -> bool:
@@ -24,7 +26,7 @@ class RequestStatus(enum.Enum):
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length" or "abort"; None for a request that goes on."""
+        """ "stop", "length", "abort" or "repetition"; None for a request that goes on."""
         return self.value if self in _FINISHED else None
 
 
@@ -32,6 +34,7 @@ _FINISHED = (
     RequestStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH,
     RequestStatus.FINISHED_ABORTED,
+    RequestStatus.FINISHED_REPETITION,
 )
 
 
@@ -58,8 +61,8 @@ class Request:
             before.
         num_preemptions: how often it has lost its blocks.
         order: (priority, number of arrival), the scheduler's note: the lowest is served first.
-        stop_reason: the id out of ``stop_token_ids`` that ended it; None for an end-of-sequence id or the
-            length.
+        stop_reason: the id out of ``stop_token_ids`` that ended it, or "repetition_detected"; None for an
+            end-of-sequence id or the length.
 
     Raises:
         ValueError: the prompt is empty.
@@ -90,6 +93,7 @@ class Request:
         "_eos_token_ids",
         "_stopping_ids",
         "_min_tokens",
+        "_repetition",
         "_max_total_tokens",
     )
 
@@ -121,7 +125,7 @@ class Request:
         self.order = (0, 0)
 
         self.status = RequestStatus.WAITING
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
         self.all_token_ids = list(self.prompt_token_ids)
         self.output_token_ids: list[int] = []
         self.num_computed_tokens = 0
@@ -137,6 +141,8 @@ class Request:
         self._eos_token_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
         self._stopping_ids = self._eos_token_ids.union(sampling_params.stop_token_ids or ())
         self._min_tokens = sampling_params.min_tokens
+        detection = sampling_params.repetition_detection
+        self._repetition = detection if isinstance(detection, RepetitionDetectionParams) else None
         self.limit_length(None)
 
     @property
@@ -173,7 +179,8 @@ class Request:
             The tokens taken: ``token_ids`` itself, or what is left of it when a stop lies inside.
         """
         longer = len(self.all_token_ids) + len(token_ids)
-        if longer < self._max_total_tokens and self._stopping_ids.isdisjoint(token_ids):
+        may_stop = self._repetition is not None or not self._stopping_ids.isdisjoint(token_ids)
+        if longer < self._max_total_tokens and not may_stop:
             self.all_token_ids.extend(token_ids)
             self.output_token_ids.extend(token_ids)
             return token_ids
@@ -186,10 +193,17 @@ class Request:
                 self.stop_reason = None if token in self._eos_token_ids else token
             elif len(self.all_token_ids) >= self._max_total_tokens:
                 self.status = RequestStatus.FINISHED_LENGTH
+            elif self._repeats():
+                self.status = RequestStatus.FINISHED_REPETITION
+                self.stop_reason = "repetition_detected"
             else:
                 continue
             return token_ids[: i + 1]
         return token_ids
+
+    def _repeats(self) -> bool:
+        detection, output = self._repetition, self.output_token_ids
+        return detection is not None and len(output) >= self._min_tokens and detection.found_in(output)
 
     def __repr__(self) -> str:
         return (

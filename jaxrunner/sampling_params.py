@@ -9,6 +9,7 @@ from enum import Enum
 from operator import index
 from typing import Any, SupportsIndex
 
+from jaxrunner.repetition import RepetitionDetectionParams
 from jaxrunner.structured_outputs import StructuredOutputsParams
 
 _INT32_MAX = 2**31 - 1
@@ -77,6 +78,7 @@ class SamplingParams:
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: output tokens at most. None means up to the model's length.
         min_tokens: no end-of-sequence or stop token before this many output tokens.
+        repetition_detection: ends an output that repeats itself; a mapping becomes a RepetitionDetectionParams.
         detokenize, skip_special_tokens, spaces_between_special_tokens, include_stop_str_in_output: of the text.
         output_kind: what streaming yields; ``LLM.generate`` gives the end only, whatever it says.
 
@@ -121,7 +123,7 @@ class SamplingParams:
     trace_decode_token_ids: Sequence[int] | None = None
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
-    repetition_detection: Any = None
+    repetition_detection: RepetitionDetectionParams | Mapping[str, Any] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -179,6 +181,8 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids is empty: no token could ever be sampled")
         if self.structured_outputs is not None:
             put("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
+        if self.repetition_detection is not None:
+            put("repetition_detection", RepetitionDetectionParams.of(self.repetition_detection))
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
             raise ValueError(f"extra_args must be a mapping, got {self.extra_args!r:.100}")
         if self.logit_bias is not None:

@@ -32,6 +32,7 @@ _FINISH_STATUS = {
     "length": RequestStatus.FINISHED_LENGTH,
     "abort": RequestStatus.FINISHED_ABORTED,
     "error": RequestStatus.FINISHED_ABORTED,
+    "repetition": RequestStatus.FINISHED_REPETITION,
 }
 _ORDER = attrgetter("order")
 
@@ -184,7 +185,7 @@ class Scheduler:
 
         Arguments:
             request_ids: ids; those that aren't unfinished requests are passed over.
-            reason: "abort", "stop" (as for a stop string), "length" or "error".
+            reason: "abort", "stop" (as for a stop string), "length", "error" or "repetition".
         Returns:
             The ids of the requests that this ended.
         """

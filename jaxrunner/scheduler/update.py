@@ -15,14 +15,14 @@ class RequestUpdate:
 
     Attributes:
         new_token_ids: sampled tokens that count, a stopping one included.
-        finish_reason: "stop" or "length" when this ended it, else None.
-        stop_reason: the id out of ``stop_token_ids`` that ended it, else None.
+        finish_reason: "stop", "length" or "repetition" when this ended it, else None.
+        stop_reason: the id out of ``stop_token_ids`` that ended it, or "repetition_detected", else None.
     """
 
     req_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
 
 def checked_rows(plan: StepPlan, runner_output: ModelRunnerOutput) -> list[tuple[Request, int, list[int]]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxrunner.pooling import PoolingParams
 from jaxrunner.protocol import BlockIds, CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from jaxrunner.repetition import RepetitionDetectionParams
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.structured_outputs import StructuredOutputsParams
 
@@ -184,7 +185,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, StructuredOutputsParams):
+    if isinstance(value, StructuredOutputsParams | RepetitionDetectionParams):
         return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}

@@ -31,7 +31,7 @@ USES = {
     "structured_outputs": {"choice": ["x"]},
     "logits_processors": [lambda ids, logits: logits],
     "extra_args": {"x": 1},
-    "repetition_detection": {"x": 1},
+    "repetition_detection": {"max_pattern_size": 3, "min_count": 2},
     "output_kind": RequestOutputKind.DELTA,
 }
 
