@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from jaxrunner.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceDelta
     from jaxrunner.pooling import PoolingParams
     from jaxrunner.protocol import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
-    from jaxrunner.runner import ModelRunner, Pending
     from jaxrunner.repetition import RepetitionDetectionParams
+    from jaxrunner.runner import ModelRunner, Pending
     from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
     from jaxrunner.structured_outputs import StructuredOutputsParams
 

@@ -10,7 +10,6 @@ from jaxrunner.logprobs import FlatLogprobs, SequenceLogprobs, prompt_logprobs
 from jaxrunner.logprobs_lists import LogprobsLists
 from jaxrunner.outputs import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SequenceDelta
 from jaxrunner.request import Request
-from jaxrunner.ruled_out import Forbidden
 from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
 from jaxrunner.scheduler import RequestUpdate
 from jaxrunner.sequence_text import SequenceText
@@ -25,7 +24,6 @@ class ActiveSequence:
     text: SequenceText
     logprobs: SequenceLogprobs
     output: CompletionOutput
-    forbidden: Forbidden | None
 
     def take(self, update: RequestUpdate, logprobs: LogprobsLists | None = None, row: int = 0) -> SequenceDelta:
         """Takes in what a step brought; the delta says whether that ended the sequence.
@@ -109,7 +107,7 @@ class ActiveRequest:
     def add(self, request: Request, text: SequenceText, logprobs: SequenceLogprobs) -> ActiveSequence:
         """One more sequence."""
         output = CompletionOutput(len(self.sequences), "", [], logprobs.cumulative, logprobs.positions)
-        sequence = ActiveSequence(self, request, text, logprobs, output, Forbidden.of(request.sampling_params))
+        sequence = ActiveSequence(self, request, text, logprobs, output)
         self.output.outputs.append(output)
         self.sequences.append(sequence)
         self.running.add(sequence)

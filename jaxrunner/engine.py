@@ -17,6 +17,7 @@ from jaxrunner.logprobs import SequenceLogprobs, TokenTexts
 from jaxrunner.outputs import Prompt, RequestOutput, SequenceDelta
 from jaxrunner.protocol import ModelRunnerOutput, SchedulerOutput
 from jaxrunner.request import Request
+from jaxrunner.ruled_out import nothing_left
 from jaxrunner.sampling_params import RequestOutputKind
 from jaxrunner.scheduler import Policy, RequestUpdate, Scheduler, SchedulerConfig
 from jaxrunner.sequence_text import SequenceText
@@ -271,9 +272,9 @@ class Engine:
             row = runner_output.req_id_to_index[update.req_id]
             if runner_output.pooler_output is not None:
                 active.output.embedding = runner_output.pooler_output[row]
-            failure = self._grammar_states.accept(update.req_id, update.new_token_ids)
-            if failure is None and sequence.forbidden is not None:
-                failure = sequence.forbidden.found_in(sequence.request.output_token_ids)
+            failure = nothing_left(sequence.request.sampling_params, update.new_token_ids)
+            if failure is None:
+                failure = self._grammar_states.accept(update.req_id, update.new_token_ids)
             if failure is not None:
                 active.output.error = failure
             delta = sequence.take(update, logprobs, row) if failure is None else sequence.end("error")

@@ -131,7 +131,8 @@ class ModelRunnerOutput:
     Attributes:
         req_ids: request of each row.
         req_id_to_index: the inverse of ``req_ids``.
-        sampled_token_ids: tokens committed per row: empty for a prompt that is not yet fully computed.
+        sampled_token_ids: tokens committed per row: empty for a prompt that is not yet fully computed. NO_TOKEN (of
+            ``jaxrunner.sampling_columns``) where every token was ruled out: such a request must end.
         flat_token_ids, token_offsets: the same tokens as arrays: row r has
             flat_token_ids[token_offsets[r] : token_offsets[r + 1]]. None from runners that only give lists.
         logprobs: a row for each of ``req_ids``, if any request wants them; what stands in rows without a token means

@@ -1,13 +1,14 @@
 """Requests that rule out every token: refused where it shows at once, ended with the reason where it shows later.
 
-The sampler adds minus infinity to tokens that a request forbids. Where nothing is left it takes token 0, which is
-forbidden like all others; so a forbidden token in an output says that there was no other.
+The sampler adds minus infinity to tokens that a request forbids, and a logits processor may do so too. Where nothing is
+left it gives NO_TOKEN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxrunner.sampling_columns import NO_TOKEN
 from jaxrunner.sampling_params import SamplingParams
 
 
@@ -25,25 +26,13 @@ def check_something_is_left(params: SamplingParams, vocab_size: int) -> None:
         raise ValueError(f"bad_words rule out every token {among}: no token could ever be sampled")
 
 
-class Forbidden:
-    """What one sequence may not say: the tokens outside ``allowed_token_ids``, and the ends of its bad words."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        allowed = None if params.structured_outputs is not None else params.allowed_token_ids
-        self._allowed = None if allowed is None else frozenset(allowed)
-        self._words: dict[int, list[tuple[int, ...]]] = {}
-        for word in params.bad_words_token_ids or ():
-            self._words.setdefault(word[-1], []).append(tuple(word))
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> Forbidden | None:
-        """None for parameters that forbid nothing."""
-        return cls(params) if params.allowed_token_ids is not None or params.bad_words_token_ids else None
-
-    def found_in(self, output_token_ids: Sequence[int]) -> str | None:
-        """What is wrong if the last token of an output is forbidden; None if it isn't."""
-        token = output_token_ids[-1]
-        bad = (tuple(output_token_ids[-len(word) :]) == word for word in self._words.get(token, ()))
-        if any(bad) or (self._allowed is not None and token not in self._allowed):
-            return "no token is left to sample: allowed_token_ids and bad_words rule out all there are"
+def nothing_left(params: SamplingParams, new_token_ids: Sequence[int]) -> str | None:
+    """What is wrong if a step found no token that could be sampled; None if it did."""
+    if not new_token_ids or new_token_ids[-1] != NO_TOKEN:
         return None
+    who = ["allowed_token_ids"] if params.allowed_token_ids is not None else []
+    who += ["bad_words"] if params.bad_words_token_ids else []
+    who += ["a logits processor"] if params.extra_args or not who else []
+    if params.structured_outputs is None:
+        return f"no token is left to sample: {' and '.join(who)} rule out all there are"
+    return f"its structured output can't go on: {' and '.join(who)} rule out all that would fit"

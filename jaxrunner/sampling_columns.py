@@ -32,6 +32,9 @@ FIRST_CUSTOM = 512  # some row uses the first logits processor; the next bits ar
 NEEDS_HISTORY = PENALTIES | BAD_WORDS
 NEEDS_TABLES = NEEDS_HISTORY | BIAS | MASKED | LOGPROB_IDS
 
+# In place of a token where every one is ruled out: no vocabulary reaches it.
+NO_TOKEN = 2**30
+
 _INT32_MAX = 2**31 - 1
 # A smaller top_p says the same, the likeliest token alone, but its product with a sum could vanish in float32.
 _LEAST_TOP_P = 1e-30

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrunner.request_tables import MAX_LOGPROB_TOKEN_IDS
-from jaxrunner.sampling_columns import LOGPROB_IDS, LOGPROBS, NEEDS_HISTORY
+from jaxrunner.sampling_columns import LOGPROB_IDS, LOGPROBS, NEEDS_HISTORY, NO_TOKEN
 from jaxrunner.step.custom import Processor, apply_custom, update_custom
 from jaxrunner.step.inputs import StepArrays
 from jaxrunner.step.logprobs import given_logprobs, packed_logprobs
@@ -121,8 +121,8 @@ class StepFunctions:
         """Logits of the first ``num_rows`` rows (all by default), and a token for each.
 
         Returns:
-            Tokens, int32 [S], -1 where the sample must not count; the state, which remembers each request's last
-            sample; and if asked for the logits, float32 [S, V], and ``packed_logprobs`` with ``given_logprobs`` of the
+            Tokens, int32 [S], -1 where the sample must not count, NO_TOKEN where none is left; the state, which
+            remembers each request's last sample; and if asked for the logits, float32 [S, V], and ``packed_logprobs`` with ``given_logprobs`` of the
             tokens that requests named, zeros without the flags LOGPROBS and LOGPROB_IDS.
         """
         s = num_rows if num_rows is not None else hidden.shape[0]
@@ -136,7 +136,8 @@ class StepFunctions:
         def custom(x: Array) -> Array:
             return apply_custom(self.processors, state.custom, x, index, position, rows.flags)
 
-        token = sample(logits, position, params_of_rows, rows.flags, state.tables, index, custom)
+        drawn = sample(logits, position, params_of_rows, rows.flags, state.tables, index, custom)
+        token = jnp.where(drawn == NO_TOKEN, 0, drawn)  # what the device keeps is in the vocabulary
         past_the_end = self.max_num_reqs + 1
         target = jnp.where(rows.commit, rows.request_index, past_the_end)
         state = replace(state, last_sampled=state.last_sampled.at[target].set(token, mode="drop"))
@@ -151,7 +152,7 @@ class StepFunctions:
                 state.tables,
             )
             state = replace(state, tables=tables)
-        sampled = jnp.where(rows.commit, token, -1)
+        sampled = jnp.where(rows.commit, drawn, -1)
         more = [logits] if return_logits else []
         if return_logprobs:
             more.append(

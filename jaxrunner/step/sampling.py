@@ -19,6 +19,7 @@ from jaxrunner.sampling_columns import (
     HELD_BACK,
     MASKED,
     MAX_STOP_TOKEN_IDS,
+    NO_TOKEN,
     PENALTIES,
     RANDOM,
 )
@@ -74,7 +75,8 @@ def sample(
             BAD_WORDS, BIAS and PENALTIES do nothing.
         custom: a change of the logits between penalties and temperature.
 
-    A greedy row takes the lowest of the most likely tokens, whatever the flags say.
+    A greedy row takes the lowest of the most likely tokens, whatever the flags say. A row whose tokens are all ruled
+    out (minus infinity each) gets NO_TOKEN.
     """
     logits = custom(adjust_logits(logits, position, params, flags, tables, request_index))
 
@@ -82,7 +84,9 @@ def sample(
         filters = Filters(params.min_p, params.top_k, params.top_p)
         return draw(logits, position, params.temperature, params.seed, filters, (flags & FILTERED) != 0)
 
-    return jax.lax.cond((flags & RANDOM) != 0, draw_rows, lambda: row_argmax(logits))
+    token = jax.lax.cond((flags & RANDOM) != 0, draw_rows, lambda: row_argmax(logits))
+    taken = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    return jnp.where(jnp.isneginf(taken), NO_TOKEN, token)
 
 
 def adjust_logits(

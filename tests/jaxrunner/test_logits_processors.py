@@ -23,7 +23,8 @@ class Budget(LogitsProcessor):
 
     def apply(self, logits, state, position):
         large = jnp.arange(logits.shape[1]) >= 20
-        return jnp.where(large[None, :] & (state["left"] <= 0)[:, None], -jnp.inf, logits)
+        gone = large[None, :] | (state["left"] < -5)[:, None]  # a budget below -5 leaves nothing at all
+        return jnp.where(gone & (state["left"] <= 0)[:, None], -jnp.inf, logits)
 
     def update(self, state, token, position):
         return {"left": state["left"] - (token >= 20)}
@@ -74,6 +75,17 @@ def test_preempted_requests_go_on_where_they_were(llm, folder):
     outputs = crowded.generate(prompts, each, use_tqdm=False)
     assert sum(o.metrics.num_preemptions for o in outputs) > 0
     assert [o.outputs[0].token_ids for o in outputs] == say(llm, prompts, each)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"seed": 3}, {"top_p": 0.5, "seed": 3}], ids=str)
+def test_one_that_leaves_nothing_ends_its_request_with_the_reason(llm, fields):
+    each = [params(-6, logprobs=2, prompt_logprobs=1, **fields), params(3, seed=1), params(seed=2)]
+    stuck, *others = llm.generate([[5]] * 3, each, use_tqdm=False)
+    assert stuck.error == "no token is left to sample: a logits processor rule out all there are"
+    assert (stuck.outputs[0].finish_reason, stuck.outputs[0].token_ids) == ("error", [])
+    assert list(stuck.outputs[0].logprobs) == [] and stuck.finished
+    assert [o.outputs[0].token_ids for o in others] == say(llm, [[5]] * 2, each[1:])
+    assert llm.stats().num_running == 0
 
 
 def test_arguments_that_nobody_reads_are_refused(llm, folder):
