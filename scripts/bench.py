@@ -39,6 +39,7 @@ from jaxrunner.bench.arrivals import trace_times  # noqa: E402
 from jaxrunner.bench.report import environment, metrics_table, peak_memory, plot, write_csv, write_json  # noqa: E402
 from jaxrunner.bench.workload import file_requests, random_requests, sharegpt_requests, traced_requests  # noqa: E402
 from jaxrunner.llm import DEFAULT_MODEL, LLM  # noqa: E402
+from scripts.command import report_error, run_command  # noqa: E402
 from scripts.tables import show_table  # noqa: E402
 
 WARM_UP_REQUESTS = 2
@@ -50,8 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run(args, console)
     except (ValueError, OSError, ImportError) as error:
-        print(f"bench.py {args.command}: {error}", file=sys.stderr)
-        return 2
+        return report_error(f"bench.py {args.command}", error, args)
     return 0
 
 
@@ -293,4 +293,4 @@ class profiled:  # noqa: N801  # reads as a verb: with profiled(folder)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -36,6 +36,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from scripts.command import report_error, run_command  # noqa: E402
+
 stderr = Console(stderr=True)
 
 
@@ -147,8 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report = measure(options)
     except (ValueError, OSError) as error:
-        print(f"bench_dispatch: {error}", file=sys.stderr)
-        return 2
+        return report_error("bench_dispatch", error, options)
     except KeyboardInterrupt:
         return 130
     if options.json == "-":
@@ -161,4 +162,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

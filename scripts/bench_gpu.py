@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
 
+from scripts.command import run_command  # noqa: E402
+
 # Parts, and the seconds that must be left of the budget to begin one.
 PARTS = {
     "device": 0,
@@ -219,4 +221,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -37,6 +37,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from scripts.command import run_command  # noqa: E402
 from scripts.host_bench.bare import time_bare  # noqa: E402
 from scripts.host_bench.floor import Yardstick  # noqa: E402
 from scripts.host_bench.profile import LEAST_STEPS, profile  # noqa: E402
@@ -212,4 +213,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

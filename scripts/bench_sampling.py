@@ -42,6 +42,7 @@ from jaxrunner.step import (  # noqa: E402
 )
 from models.checkpoint import open_checkpoint  # noqa: E402
 from models.resolve import resolve_model  # noqa: E402
+from scripts.command import run_command  # noqa: E402
 from scripts.host_bench import features  # noqa: E402
 from scripts.tables import show_table  # noqa: E402
 
@@ -207,4 +208,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

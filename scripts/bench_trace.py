@@ -28,6 +28,7 @@ from jaxrunner.batch import BufferRing, InputBatch, prepare_inputs, record_sampl
 from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
 from jaxrunner.shapes import StepShapes  # noqa: E402
 from jaxrunner.trace import Geometry, StepRecorder  # noqa: E402
+from scripts.command import run_command  # noqa: E402
 from scripts.tables import show_table  # noqa: E402
 
 PROMPT, BLOCKS, WARM_UP = 100, 40, 50
@@ -121,4 +122,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -29,6 +29,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.command import run_command  # noqa: E402
 from scripts.export_hf import export  # noqa: E402
 from scripts.tables import show_table  # noqa: E402
 
@@ -241,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

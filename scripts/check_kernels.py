@@ -34,6 +34,7 @@ from rich.table import Table
 
 from pallas_kernels.configurations import KernelConfiguration
 from pallas_kernels.gpus import GPUS
+from scripts.command import run_command  # noqa: E402
 from scripts.gpu.compiler import CompilerUnavailable, ensure_compiler
 from scripts.gpu.pool import Job, compile_all
 from scripts.gpu.verdict import row_of
@@ -153,4 +154,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

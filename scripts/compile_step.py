@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pallas_kernels.gpus import GPUS
+from scripts.command import report_error, run_command  # noqa: E402
 from scripts.gpu.compiler import CompilerUnavailable, ensure_compiler
 from scripts.gpu.published import PUBLISHED
 from scripts.tables import show_table  # noqa: E402
@@ -245,8 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"the GPU compiler can't be had, so nothing was compiled: {error}", file=sys.stderr)
         return 3
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return report_error("compile_step", error, args)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
     show(Console(highlight=False), figures)
@@ -257,4 +257,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

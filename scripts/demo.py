@@ -28,6 +28,8 @@ from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from scripts.command import report_error, run_command  # noqa: E402
+
 if TYPE_CHECKING:
     from jaxrunner.runner import ModelRunner
 
@@ -238,8 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = run(options)
     except ValueError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
+        return report_error("demo", error, options)
     except KeyboardInterrupt:
         print("demo: interrupted", file=sys.stderr)
         return 130
@@ -251,4 +252,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -37,6 +37,7 @@ from pallas_kernels import AttentionLayer, choose_attention
 from pallas_kernels.configurations import kernel_tables
 from pallas_kernels.gpus import GPUS, current_device
 from pallas_kernels.implementation import choose_kernel
+from scripts.command import report_error, run_command  # noqa: E402
 from scripts.gpu.compiler import find_compiler
 from scripts.gpu.published import PUBLISHED
 
@@ -186,8 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report = examine(args)
     except (ValueError, TypeError, ModelNotFoundError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
-        return 1
+        return report_error("doctor", error, args, code=1)
     if args.json:
         print(json.dumps(report))
     else:
@@ -196,4 +196,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

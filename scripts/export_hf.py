@@ -16,6 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.command import report_error, run_command  # noqa: E402
+
 
 def export(model: str, folder: Path) -> Path:
     """Where the model is as a Hugging Face folder: itself if it is one, else ``folder``, to which it is written.
@@ -52,10 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
         for model, folder in zip(pairs[::2], pairs[1::2], strict=True):
             print(export(model, Path(folder)))
     except (ValueError, OSError) as error:
-        print(f"export_hf: {error}", file=sys.stderr)
-        return 1
+        return report_error("export_hf", error, code=1)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from models.errors import FetchError, ModelNotFoundError
 from models.fetch import fetch_model, origin_text
 from models.registry import DEFAULT_MODEL, MODELS, cached_file, registered
+from scripts.command import run_command  # noqa: E402
 
 
 def describe(name: str, status: str) -> dict[str, object]:
@@ -93,4 +94,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

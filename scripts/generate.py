@@ -32,6 +32,7 @@ from jaxrunner.outputs import RequestOutput  # noqa: E402
 from jaxrunner.request_file import FileRequest, answer_lines, read_requests  # noqa: E402
 from jaxrunner.sampling_params import SamplingParams  # noqa: E402
 from models.registry import DEFAULT_MODEL  # noqa: E402
+from scripts.command import report_error, run_command  # noqa: E402
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -199,8 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
         outputs = llm.generate([r.prompt for r in requests], [r.params for r in requests], on_error="return")
         write(outputs, options.json)
     except (ValueError, OSError) as error:
-        print(f"generate: {error}", file=sys.stderr)
-        return 2
+        return report_error("generate", error, options)
     except KeyboardInterrupt:
         print("generate: interrupted", file=sys.stderr)
         return 130
@@ -211,4 +211,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

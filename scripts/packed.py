@@ -33,6 +33,7 @@ from jaxrunner.batch import InputBatch, StepInputs, prepare_inputs, update_state
 from jaxrunner.invariants import check_invariants  # noqa: E402
 from jaxrunner.protocol import NewRequestData, SchedulerOutput  # noqa: E402
 from jaxrunner.shapes import StepShapes  # noqa: E402
+from scripts.command import run_command, with_flags  # noqa: E402
 from scripts.tables import show_table  # noqa: E402
 
 MOST_TOKENS = 2**14  # of a step that is printed, a line each
@@ -300,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         padded = sum(step["scheduled"]) + args.pad
         inputs = one_step(**step, block_size=args.block_size, padded_tokens=padded)
     except ValueError as e:
-        parser.error(str(e))
+        parser.error(with_flags(str(e), args))
     if args.json:
         rows = {"tokens": token_rows(inputs, args.block_size), "rows": row_records(inputs)}
         print(json.dumps(step_arrays(inputs) | rows))
@@ -309,4 +310,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

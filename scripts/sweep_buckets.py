@@ -38,6 +38,7 @@ from rich.progress import track
 from rich.table import Table
 
 from pallas_kernels.gpus import GPUS
+from scripts.command import report_error, run_command  # noqa: E402
 from scripts.gpu.published import PUBLISHED
 from scripts.tables import show_table  # noqa: E402
 
@@ -242,8 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.plot:
             plot(ladders, options.plot, unit, scale)
     except (ValueError, OSError, EOFError) as error:
-        print(f"sweep_buckets: {error}", file=sys.stderr)
-        return 2
+        return report_error("sweep_buckets", error, options)
     except KeyboardInterrupt:
         return 130
     if options.json != "-":
@@ -253,4 +253,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

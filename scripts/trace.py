@@ -47,6 +47,7 @@ from jaxrunner.trace import (  # noqa: E402
 )
 from jaxrunner.trace.page import page_of  # noqa: E402
 from jaxrunner.trace.tables import request_table, step_tables  # noqa: E402
+from scripts.command import report_error, run_command  # noqa: E402
 
 EXPERIMENT_ARRAYS = ("req_ids", "scheduled", "computed", "query_start_loc", "positions", "seq_lens", "block_rows",
                      "slot_mapping", "logits_indices", "discard")  # fmt: skip
@@ -60,8 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Request ids are anybody's text: [b] or :key: in one is not ours to interpret.
         return args.run(args, Console(width=width, markup=False, emoji=False))
     except (ValueError, OSError) as error:
-        print(f"trace.py {args.command}: {error}", file=sys.stderr)
-        return 2
+        return report_error(f"trace.py {args.command}", error, args)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -288,4 +288,4 @@ def _progress(trace: Trace, args: argparse.Namespace, what: str) -> Iterator[dic
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

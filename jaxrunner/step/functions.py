@@ -122,8 +122,8 @@ class StepFunctions:
 
         Returns:
             Tokens, int32 [S], -1 where the sample must not count, NO_TOKEN where none is left; the state, which
-            remembers each request's last sample; and if asked for the logits, float32 [S, V], and ``packed_logprobs`` with ``given_logprobs`` of the
-            tokens that requests named, zeros without the flags LOGPROBS and LOGPROB_IDS.
+            remembers each request's last sample; and if asked for the logits, float32 [S, V], and ``packed_logprobs``
+            with ``given_logprobs`` of the tokens that requests named, zeros without the flags LOGPROBS and LOGPROB_IDS.
         """
         s = num_rows if num_rows is not None else hidden.shape[0]
         rows = HeadInputs(

@@ -93,14 +93,14 @@ def test_only_refused_requests_is_a_failure(model, capsys):
     "arguments, words",
     [
         (["--prompt", "a", "--temperature", "nan"], "temperature must be a finite number"),
-        (["--prompt", "a", "--max-tokens", "0"], "max_tokens must be an integer from 1"),
+        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens must be an integer from 1"),
         (["--input", "no/such/file"], "--input no/such/file: can't be read: No such file"),
         (["--input", "."], "--input .: can't be read: Is a directory"),
-        (["--prompt", "a", "--trace", "no/such/folder/t"], "trace must be a file in a folder that exists or None"),
+        (["--prompt", "a", "--trace", "no/such/folder/t"], "--trace must be a file in a folder that exists or None"),
         (["--prompt", "a", "--num-blocks", "999999999999"], "a KV cache of 999999999999 blocks takes"),
         (["--prompt", "a", "--json", "no/such/folder/a"], "no such folder"),
         (["--prompt", "a", "--model", "no-such-model"], "can't find the model 'no-such-model'"),
-        (["--prompt", "a", "--block-size", "0"], "block_size"),
+        (["--prompt", "a", "--block-size", "0"], "--block-size must be"),
         (["--prompt", "a", "--attention", "magic"], "magic"),
     ],
 )
@@ -162,4 +162,4 @@ def test_step_shapes_are_recorded_at_the_buckets_asked_for(model, tmp_path):
 
 def test_a_ladder_that_is_none_is_refused(model, capsys):
     assert run(model, "--prompt", "w3", "--token-buckets", "many") == 2
-    assert "token_buckets: buckets are a list of sizes" in capsys.readouterr().err
+    assert "--token-buckets: buckets are a list of sizes" in capsys.readouterr().err
