@@ -4,8 +4,9 @@ A new one joins the shared tests by one entry in TESTED. What it doesn't take it
 """
 
 import faulthandler
+import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 
 import jax
@@ -14,7 +15,6 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import AttentionImplementation, AttentionLayer, GroupSpec
-from pallas_kernels.paged_attention.mosaic import toolchain
 from pallas_kernels.paged_attention.mosaic_sm80 import MosaicSm80Attention
 from pallas_kernels.paged_attention.mosaic_sm90 import MosaicSm90Attention
 from pallas_kernels.paged_attention.reference import ReferenceAttention
@@ -55,7 +55,7 @@ MOSAIC = (
     ),
 )
 TESTED = (
-    *(MOSAIC if toolchain.refuses_names() is None else ()),
+    *MOSAIC,
     # As few programs as make it split the keys of some requests, and not of others.
     Tested(TritonAttention(interpret=True, most_programs=16)),
     Tested(ReferenceAttention(), platform="cpu", examples=10),
@@ -64,14 +64,34 @@ TESTED = (
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Ends the process, with a traceback, when the time is over: a hung interpreter can't be interrupted."""
+    """Ends the process, with a traceback, when the time is over: a hung interpreter can't be interrupted. Races that
+    the interpreter finds are errors."""
     if seconds is not None:
         faulthandler.dump_traceback_later(seconds, exit=True)
     try:
-        yield
+        with races_are_errors():
+            yield
     finally:
         if seconds is not None:
             faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def races_are_errors() -> Iterator[None]:
+    """JAX 0.12's interpreter raises on a race; that of 0.11 prints it and goes on.
+
+    Raises:
+        RuntimeError: it was printed.
+    """
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+            jax.effects_barrier()
+    finally:
+        print(printed.getvalue(), end="")
+    if "RACE DETECTED" in printed.getvalue():
+        raise RuntimeError(printed.getvalue())
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pallas_kernels import AttentionLayer, GroupSpec
 from pallas_kernels.paged_attention.mosaic_sm80 import MosaicSm80Attention
 from pallas_kernels.paged_attention.mosaic_sm80.products import Device
 from pallas_kernels.paged_attention.mosaic_sm90 import MosaicSm90Attention, compute, products
+from tests.pallas_kernels.implementations import races_are_errors
 from tests.pallas_kernels.ragged import Shape, make_batch
 
 
@@ -54,7 +55,8 @@ def main(fault: str) -> None:
     def step(q, cache, metadata):
         return attention.attend(q, cache, attention.build(metadata, GroupSpec(16, (layer,))), layer)
 
-    out = np.asarray(step(batch.queries, batch.cache, batch.metadata()), np.float64)
+    with races_are_errors():
+        out = np.asarray(step(batch.queries, batch.cache, batch.metadata()), np.float64)
     print("right" if np.abs(out - batch.expected(scale=0.125)).max() < 0.02 else "wrong")
 
 

@@ -182,7 +182,6 @@ def test_wrong_use_is_named():
         attention.attend(batch.queries, batch.cache, built, windowed)
 
 
-@pytest.mark.skipif(toolchain.refuses_names() is not None, reason=str(toolchain.refuses_names()))
 @pytest.mark.parametrize(
     ("fault", "words"),
     [("nothing", "right"), ("fence", "RACE DETECTED"), ("barrier", "no threads observed phase")],

@@ -1,12 +1,13 @@
 """Which versions of JAX and CUDA the Mosaic kernels can be compiled with."""
 
+from typing import Any
+
 import jax
+from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Loads of plain rows in the layout of a product's results, references as kernel operands, and transposed references.
+# Loads of plain rows in the layout of a product's results, references as kernel operands, transposed references, mma.
 OLDEST_JAX = (0, 11, 2)
-# What the kernels call that JAX 0.11 has not, or not in every version.
-CALLED = "store", "mma", "wait_gmem_to_smem"
 # ptxas of these miscompiles causal attention (as JAX's own attention_mgpu says): from the first, before the second.
 MISCOMPILING = (12, 8, 0), (12, 9, 1)
 
@@ -38,14 +39,20 @@ def refuses_versions(jax_version: tuple[int, ...], cuda: tuple[int, int, int] | 
     return None
 
 
-def refuses_names() -> str | None:
-    """Why kernels can't be traced with this JAX; None if they can."""
-    missing = [f"plgpu.{name}" for name in CALLED if not hasattr(plgpu, name)]
-    return f"JAX {jax.__version__} has no {', '.join(missing)}; 0.12 has" if missing else None
-
-
 def refuses() -> str | None:
-    return refuses_versions(jax.__version_info__, cuda_version()) or refuses_names()
+    return refuses_versions(jax.__version_info__, cuda_version())
+
+
+def store(to: Any, value: Array) -> None:
+    """Writes an array to shared or global memory, with whatever stores its layout allows.
+
+    JAX 0.11 has no `plgpu.store`. There an assignment does the same: it reads the old value too, which the compiler
+    drops since nothing uses it.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(to, value, optimized=False)
+    else:
+        to[...] = value
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -7,6 +7,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.mosaic import toolchain
 from pallas_kernels.paged_attention.mosaic.pieces import Piece, Rows
 from pallas_kernels.paged_attention.mosaic.plan import ROWS, Plan
 from pallas_kernels.paged_attention.mosaic.softmax import (
@@ -45,7 +46,7 @@ def load_queries(q: Any, head: Array, rows: Rows, buffers: Buffers, device: Devi
         part = plgpu.load(buffers.staging, layout=device.left, optimized=False)
         if buffers.queries is None:
             return part
-        plgpu.store(buffers.queries.at[:, columns], part, optimized=False)
+        toolchain.store(buffers.queries.at[:, columns], part)
     return buffers.queries
 
 
@@ -117,7 +118,7 @@ def store_results(
         for column in range(0, plan.head_dim, width):
             device.meet()
             part = lax.slice(result, (0, column), (ROWS, column + width))
-            plgpu.store(staging, part.astype(staging.dtype), optimized=False)
+            toolchain.store(staging, part.astype(staging.dtype))
             device.meet()
             columns = pl.ds(column, width)
             copy_own_tokens(staging, lambda t, n, c=columns: to(t, n, c), rows.shift, rows.length, plan)
@@ -137,4 +138,4 @@ def store_results(
         part, group = partials.out.at[later, cut, head], pl.ds(0, plan.group)
         store(lambda t, n, columns: part.at[pl.ds(t - rows.shift, n), group, columns], buffers.staging_f32)
         log_sums = jnp.where(seen, state.m + jnp.log2(jnp.where(seen, state.total, 1.0)), MASKED)
-        plgpu.store(partials.log_sums.at[later, cut, head, 0], log_sums, optimized=False)
+        toolchain.store(partials.log_sums.at[later, cut, head, 0], log_sums)

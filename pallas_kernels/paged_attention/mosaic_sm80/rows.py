@@ -6,6 +6,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.mosaic import toolchain
 from pallas_kernels.paged_attention.mosaic.plan import Plan
 
 THREADS = 128
@@ -43,7 +44,7 @@ def copy_row(source: Any, to: Any) -> None:
     else:
         wide = next(n for n in (8, 4, 2, 1) if size % (THREADS * n) == 0)
         layout = plgpu.Layout.WG_STRIDED((size,), vec_size=wide)
-    plgpu.store(to, plgpu.load(source, layout=layout, optimized=False), optimized=False)
+    toolchain.store(to, plgpu.load(source, layout=layout, optimized=False))
 
 
 def copy_own_tokens(source: Any, to: Any, shift: Any, length: Any, plan: Plan) -> None:

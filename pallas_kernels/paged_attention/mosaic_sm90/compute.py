@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Int32
 
+from pallas_kernels.paged_attention.mosaic import toolchain
 from pallas_kernels.paged_attention.mosaic.pieces import Piece, Rows
 from pallas_kernels.paged_attention.mosaic.plan import ROWS, Plan
 from pallas_kernels.paged_attention.mosaic.softmax import (
@@ -200,7 +201,7 @@ def _store_rows(result: Array, shift: Array, length: Array, heads: Array, place:
     width = staging.shape[1]
     for column in range(0, plan.head_dim, width):
         part = lax.slice(result, (0, column), (ROWS, column + width))
-        plgpu.store(staging, part.astype(staging.dtype), optimized=False)
+        toolchain.store(staging, part.astype(staging.dtype))
         plgpu.commit_smem()
 
         columns = pl.ds(column, width)
