@@ -52,15 +52,22 @@ def workloads(tiny: bool) -> list[Workload]:
     ]
 
 
-def attention(tiny: bool, ceilings: dict[str, float], most_bytes: float) -> Iterator[dict[str, Any]]:
-    """A row per implementation and workload. Several layers' caches in one program, as in a step, so that a call's
-    cost and a warm L2 cache don't count; the division of work is made once for all, as in a step.
+def attention(tiny: bool, ceilings: dict[str, float], most_bytes: float, name: str) -> Iterator[dict[str, Any]]:
+    """A row per workload, of the implementation of this name. Several layers' caches in one program, as in a step, so
+    that a call's cost and a warm L2 cache don't count; the division of work is made once for all, as in a step.
     """
+    [implementation] = (each for each in kernel_tables()["paged_attention"] if each.name == name)
     heads = Heads(4, 2, 16) if tiny else Heads()
     size = 4 if tiny else 16
     layer = AttentionLayer("layer", heads.query, heads.kv, heads.dim, heads.dim**-0.5)
     platform = jax.default_backend()
     for work in workloads(tiny):
+        row: dict[str, Any] = {"workload": work.name, "implementation": name}
+        reason = implementation.refuses(layer, size, jnp.dtype(heads.dtype), platform)
+        long = any(new > 1 for new, _ in work.requests)
+        if reason is not None or (name == "reference" and platform == "gpu" and long):
+            yield row | {"refused": reason or "left out: too slow to wait for"}
+            continue
         batch = make_batch(work.requests, heads, size)
         metadata = batch.metadata()
         key = jax.random.key(0)
@@ -73,21 +80,14 @@ def attention(tiny: bool, ceilings: dict[str, float], most_bytes: float) -> Iter
             KVCache(*(jax.random.normal(jax.random.key(2 * n + side), shape, heads.dtype) for side in (0, 1)))
             for n in range(layers)
         )
-        for implementation in kernel_tables()["paged_attention"]:
-            row: dict[str, Any] = {"workload": work.name, "implementation": implementation.name}
-            reason = implementation.refuses(layer, size, jnp.dtype(heads.dtype), platform)
-            long = any(new > 1 for new, _ in work.requests)
-            if reason is not None or (implementation.name == "reference" and platform == "gpu" and long):
-                yield row | {"refused": reason or "left out: too slow to wait for"}
-                continue
-            try:
-                call = _attend_all(implementation, layer)
-                seconds = seconds_of(call, q, caches, metadata) / layers
-            except Exception as error:
-                yield row | {"failed": f"{type(error).__name__}: {error}"[:500]}
-                continue
-            yield row | rates(work, heads, seconds, ceilings)
-        del caches
+        try:
+            seconds = seconds_of(_attend_all(implementation, layer), q, caches, metadata) / layers
+        except Exception as error:
+            yield row | {"failed": f"{type(error).__name__}: {error}"[:500]}
+            continue
+        finally:
+            del caches
+        yield row | rates(work, heads, seconds, ceilings)
 
 
 def _attend_all(implementation: Any, layer: AttentionLayer) -> Any:

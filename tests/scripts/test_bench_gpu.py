@@ -1,8 +1,8 @@
 """scripts/bench_gpu.py at tiny sizes on this machine: every part runs, is written down, and finds what is wrong."""
 
 import json
-import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from pallas_kernels.paged_attention.reference import ReferenceAttention
 from scripts import bench_gpu
 from scripts.gpu_bench import numerics
 from scripts.gpu_bench.model_step import captured
+from scripts.gpu_bench.tasks import BESIDE_ATTENTION, Limits
 from tests.jaxrunner.chain import successor_logits, word_tokenizer, write_chain
 
 WORDS = ["<unk>", "<s>", *(f"w{i}" for i in range(2, 64))]
@@ -19,13 +20,17 @@ WORDS = ["<unk>", "<s>", *(f"w{i}" for i in range(2, 64))]
 
 def results(tmp_path, *arguments, code=0):
     out = tmp_path / "out.json"
-    assert bench_gpu.main(["--tiny", "--json", str(out), *arguments]) == code
+    assert bench_gpu.main(["--json", str(out), *arguments]) == code
     return json.loads(out.read_text())
+
+
+HERE = ["--tiny", "--one-process"]
+SAMPLE = ["--parts", "tests.scripts.gpu_bench.sample_parts"]
 
 
 def test_all_parts(tmp_path, capsys):
     model = str(write_chain(tmp_path / "model", successor_logits(64, {}), word_tokenizer(WORDS)))
-    found = results(tmp_path, "--model", model)
+    found = results(tmp_path, *HERE, "--model", model)
     assert list(found) == list(bench_gpu.PARTS)
     assert found["device"][0]["platform"] == jax.default_backend()
     checked = {(row["kernel"], row["implementation"]) for row in found["numerics"] if row.get("ok")}
@@ -43,29 +48,46 @@ def test_all_parts(tmp_path, capsys):
     assert "nothing was found wrong" in out and "numerics" in out and "tokens/s" in out
 
 
+def test_what_breaks_or_hangs_leaves_the_others_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(bench_gpu.PARTS, "uploads", Limits(0, 1))
+    found = results(tmp_path, *SAMPLE, code=1)
+    [beside, good, before, killed] = found["numerics"]
+    assert (
+        beside["of"] == f"numerics {BESIDE_ATTENTION}" and good["of"] == "numerics good" and before["case"] == "before"
+    )
+    assert (killed["group"], killed["exit_code"]) == ("deadly", -9)
+    assert killed["failed"].startswith("its process ended with SIGKILL (exit code -9): not a row: something of")
+    assert found["ceilings"][1] == {"failed": "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"}
+    good, segfault = found["attention"]
+    assert good["ceilings"] == {"memory read": 5.0}
+    assert segfault["exit_code"] == -11 and "SIGSEGV" in segfault["failed"] and "in rows" in segfault["failed"]
+    assert found["writes"] == [{"failed": "its process ended with exit code 3", "exit_code": 3}]
+    [first, hung] = found["uploads"]
+    assert first["upload"] == "first" and "not done after 1 s" in hung["failed"] and "in hang" in hung["failed"]
+    assert [found[part][0]["of"] for part in ("torch", "step", "text")] == ["torch", "step", "text"]
+    out = capsys.readouterr().out
+    assert "SOMETHING was found wrong" in out and out.index("not done after 1 s") < out.index("of: step")
+
+
 def test_what_the_budget_does_not_allow_is_left_out(tmp_path):
     """Also in the middle of a part."""
-    found = results(tmp_path, "--only", "uploads,writes", "--budget", "1e-9")
-    assert [list(row) for row in found["writes"]][1:] == [["left out"]] == [list(row) for row in found["uploads"]][1:]
-    assert "the rest of it: --budget 1e-09 is used up" in found["uploads"][1]["left out"]
+    start = time.perf_counter()
+    found = results(tmp_path, *SAMPLE, "--tiny", "--only", "uploads,step", "--budget", "1.5")
+    assert found["uploads"][1] == {"left out": "the rest of it: --budget 1.5 is used up"}
+    assert found["step"] == [{"left out": "0 s are left of --budget 1.5"}]
+    assert time.perf_counter() - start < 20
+    found = results(tmp_path, *SAMPLE, "--only", "step", "--budget", "50")
+    assert "left of --budget 50" in found["step"][0]["left out"]
 
 
-def test_a_kernel_that_hangs_ends_the_run(tmp_path):
-    out = tmp_path / "out.json"
-    program = f"""
-import time
-from scripts import bench_gpu
+def test_parts_have_processes_of_their_own(tmp_path):
+    found = results(tmp_path, "--tiny", "--only", "ceilings")
+    assert list(found) == ["device", "ceilings"] and len(found["ceilings"]) == 3
 
-def rows(self, part):
-    yield {{"case": "first"}}
-    time.sleep(100)
 
-bench_gpu.Bench._rows, bench_gpu.PATIENCE = rows, -99.5
-bench_gpu.main(["--tiny", "--budget", "100", "--only", "device", "--json", {str(out)!r}])
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "in rows" in done.stderr
-    assert json.loads(out.read_text()) == {"device": [{"case": "first"}]}
+def test_an_unusable_device_is_said(tmp_path):
+    found = results(tmp_path, "--parts", "tests.scripts.gpu_bench.no_such_parts", code=1)
+    assert "ModuleNotFoundError" in found["device"][0]["failed"] and list(found) == ["device"]
 
 
 class Wrong(ReferenceAttention):
@@ -89,7 +111,7 @@ def test_what_is_wrong_is_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.modules["pallas_kernels.paged_attention"], "IMPLEMENTATIONS", wrong)
     case = numerics.cases(tiny=True)[0]
     monkeypatch.setattr(numerics, "cases", lambda tiny: [case])
-    rows = results(tmp_path, "--only", "numerics", code=1)["numerics"]
+    rows = results(tmp_path, *HERE, "--only", "numerics", code=1)["numerics"]
     verdicts = {row["implementation"]: row for row in rows if row["kernel"] == "paged_attention"}
     assert [row["ok"] for row in verdicts.values()] == [False] * 4
     assert verdicts["a little off"]["error_over_allowed"] < 100
@@ -98,13 +120,10 @@ def test_what_is_wrong_is_found(tmp_path, monkeypatch, capsys):
     assert "SOMETHING was found wrong" in capsys.readouterr().out
 
 
-def test_a_part_that_fails_or_has_no_time_doesnt_take_the_others_along(tmp_path, monkeypatch):
+def test_a_part_that_fails_doesnt_take_the_others_along(tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.gpu_bench.timing.ceilings", lambda tiny: 1 / 0)
-    found = results(tmp_path, "--only", "uploads,ceilings", code=1)
+    found = results(tmp_path, *HERE, "--only", "uploads,ceilings", code=1)
     assert "ZeroDivisionError" in found["ceilings"][0]["failed"] and len(found["uploads"]) == 4
-    out = tmp_path / "out.json"
-    bench = bench_gpu.Bench(bench_gpu.argparse.Namespace(tiny=False, budget=50, json=out), bench_gpu.Console())
-    assert bench.run(["step"]) and "left of --budget 50" in json.loads(out.read_text())["step"][0]["left out"]
 
 
 def test_a_part_that_isnt_there(capsys):
