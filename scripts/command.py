@@ -46,6 +46,17 @@ def report_error(command: str, error: Exception, options: argparse.Namespace | N
     return code
 
 
+def positive(text: str) -> int:
+    """For argparse: an integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"an integer of at least 1 is needed, got {text!r}")
+    return value
+
+
 def with_flags(message: str, options: argparse.Namespace) -> str:
     """The message of an error with a command's flags in place of Python's names for them.
 

@@ -16,9 +16,11 @@ Costs: "tokens" counts padded tokens. "measured" times the forward of a model at
 the forward's products of matrices, the longer of reading their bytes and doing their operations at the target's peaks.
 
 In the output: padding_waste is the fraction of padded tokens, and step_time the mean cost of a step's forward: in
-tokens with "tokens", in seconds else. compile_s adds up the forwards' compile seconds, memory_bytes their code and the
-largest one's temporaries, caches left out. Both are measured on this backend, with lines between the sizes compiled, so
-they are there with "measured" only: "tokens" and "model" compile nothing, and leave them null.
+tokens with "tokens", in seconds else. compile_s adds up the forwards' compile seconds on this machine, memory_bytes
+their code (as far as the compiler counts it) and the largest one's temporaries, caches left out; with lines between the
+sizes compiled. "measured" compiles for this backend. "model" compiles a few sizes for the target, if the GPU compiler
+is installed (scripts/compile_step.py does that) and without --no-compile. "tokens" knows of no model. Where they are
+null, "why_null" beside the ladders says why.
 """
 
 from __future__ import annotations
@@ -38,13 +40,14 @@ from rich.progress import track
 from rich.table import Table
 
 from pallas_kernels.gpus import GPUS
-from scripts.command import report_error, run_command  # noqa: E402
+from scripts.command import positive, report_error, run_command  # noqa: E402
 from scripts.gpu.published import PUBLISHED
 from scripts.tables import show_table  # noqa: E402
 
 if TYPE_CHECKING:
     from jaxrunner.shape_record import StepRecord
     from jaxrunner.sweep import Ladder
+    from jaxrunner.sweep.costs import Sampled
 
 EXAMPLES = sorted((Path(__file__).parent / "data").glob("*_steps.jsonl.gz"))
 UNITS = {"tokens": ("tokens a step", 1.0), "measured": ("ms a step", 1e3), "model": ("ms a step", 1e3)}
@@ -68,18 +71,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="for --cost measured: a path, or a name of scripts/fetch_model.py")
     parser.add_argument("--config", choices=PUBLISHED, default="llama-3.1-8b", help="for --cost model")
     parser.add_argument("--target", choices=GPUS, default="h200", help="for --cost model")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="for --cost model: no compile_s, no memory_bytes, a minute less"
+    )
     limits = parser.add_argument_group("limits of the runner")
-    limits.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="default: %(default)s")
+    limits.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help="default: %(default)s")
     limits.add_argument(
-        "--max-num-batched-tokens", type=int, metavar="N", help="the last bucket (default: 8192, or the largest step)"
+        "--max-num-batched-tokens",
+        type=positive,
+        metavar="N",
+        help="the last bucket (default: 8192, or the largest step)",
     )
     simulation = parser.add_argument_group("simulation of --arrivals")
     simulation.add_argument("--speed", type=float, default=1.0, metavar="X", help="the trace runs X times as fast")
-    simulation.add_argument("--max-model-len", type=int, default=16384, metavar="N", help="default: %(default)s")
-    simulation.add_argument("--max-steps", type=int, metavar="N", help="stop after so many steps")
+    simulation.add_argument("--max-model-len", type=positive, default=16384, metavar="N", help="default: %(default)s")
+    simulation.add_argument("--max-steps", type=positive, metavar="N", help="stop after so many steps")
     simulation.add_argument("--save-trace", metavar="FILE", help="keep the simulated steps (.jsonl or .jsonl.gz)")
     output = parser.add_argument_group("output")
-    output.add_argument("--json", metavar="FILE", help="{'ladders': [...]}; - writes to stdout, and only that")
+    output.add_argument("--json", metavar="FILE", help="{'ladders': [...], ...}; - writes to stdout, and only that")
     output.add_argument("--csv", metavar="FILE", help="the table")
     output.add_argument("--plot", metavar="FILE", help="waste and cost over the number of executables (.png, .svg)")
     output.add_argument("--ladder", metavar="FILE", help="the optimal ladder, as a runner takes it")
@@ -93,10 +102,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(sorted({int(part) for part in text.split(",")}))
-    if counts[0] < 1:
-        raise argparse.ArgumentTypeError(f"at least one executable, got {counts[0]}")
-    return counts
+    return tuple(sorted({positive(part) for part in text.split(",")}))
 
 
 def steps_of(options: argparse.Namespace) -> list[StepRecord]:
@@ -119,15 +125,16 @@ def steps_of(options: argparse.Namespace) -> list[StepRecord]:
     return steps
 
 
-def cost_of(options: argparse.Namespace, budget: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(the cost, what a ladder's executables need)."""
+def cost_of(options: argparse.Namespace, budget: int) -> tuple[Callable[..., Any], Callable[..., Any], str | None]:
+    """(the cost, what a ladder's executables need, why that isn't known)."""
     from jaxrunner.sweep import costs
 
     if options.cost == "tokens":
-        return costs.tokens, lambda sizes: (None, None)
+        return costs.tokens, lambda sizes: (None, None), "--cost tokens knows of no model to compile"
     sizes = costs.sample_sizes(budget)
     if options.cost == "model":
-        return roofline(options, sizes), lambda sizes: (None, None)
+        needs, why_null = target_needs(options, sizes)
+        return roofline(options, sizes), needs.needs, why_null
     from jaxrunner import LLM
 
     with stderr.status(f"compiling and timing {len(sizes)} sizes"):
@@ -141,7 +148,28 @@ def cost_of(options: argparse.Namespace, budget: int) -> tuple[Callable[..., Any
             quiet=True,
         )
         sampled = costs.measure(llm.runner)
-    return sampled, sampled.needs
+    return sampled, sampled.needs, None
+
+
+def target_needs(options: argparse.Namespace, sizes: Sequence[int]) -> tuple[Sampled, str | None]:
+    """What executables for the target need, by those of a few sizes; and why that isn't known."""
+    from jaxrunner.sweep.costs import Sampled
+    from scripts.gpu.compiler import CompilerUnavailable, find_compiler
+    from scripts.gpu.forward_needs import forward_needs
+
+    unknown = Sampled((), ())
+    if options.no_compile:
+        return unknown, "--no-compile"
+    compiler = find_compiler()
+    if compiler is None:
+        return unknown, "the GPU compiler isn't installed here: scripts/compile_step.py installs it"
+    few = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+    with stderr.status(f"compiling {options.config} for {options.target} at {few} tokens"):
+        try:
+            found = forward_needs(compiler, options.config, options.target, few, options.max_num_seqs)
+        except CompilerUnavailable as error:
+            return unknown, str(error)
+    return Sampled(tuple(few), (), *(tuple(found[name]) for name in ("compile_s", "temp_bytes", "code_bytes"))), None
 
 
 def roofline(options: argparse.Namespace, sizes: Sequence[int]) -> Callable[..., Any]:
@@ -208,14 +236,16 @@ def plot(ladders: list[Ladder], path: str, unit: str, scale: float) -> None:
     figure.savefig(path, dpi=120)
 
 
-def write(ladders: list[Ladder], options: argparse.Namespace) -> None:
+def write(ladders: list[Ladder], options: argparse.Namespace, why_null: str | None) -> None:
     from jaxrunner.bucket_file import write_buckets
 
     rows = [each.as_dict() for each in ladders]
+    report = {"ladders": rows, "cost": options.cost, "step_time_unit": "tokens" if options.cost == "tokens" else "s"}
+    report |= {"why_null": why_null} if why_null else {}
     if options.json == "-":
-        print(json.dumps({"ladders": rows}))
+        print(json.dumps(report))
     elif options.json:
-        Path(options.json).write_text(json.dumps({"ladders": rows}, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
     if options.csv:
         with open(options.csv, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])
@@ -236,10 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokens = [step.tokens for step in steps]
         budget = options.max_num_batched_tokens or (8192 if options.arrivals else max(tokens, default=1))
         counts = StepCounts.of(tokens, budget)
-        cost, needs = cost_of(options, budget)
+        cost, needs, why_null = cost_of(options, budget)
         ladders = compare(counts, cost, options.max_executables, options.max_num_seqs, needs)
         unit, scale = UNITS[options.cost]
-        write(ladders, options)
+        write(ladders, options, why_null)
         if options.plot:
             plot(ladders, options.plot, unit, scale)
     except (ValueError, OSError, EOFError) as error:
@@ -249,6 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json != "-":
         title = f"{len(steps)} steps, {len(counts.sizes)} sizes, {sum(tokens) / len(tokens):.0f} tokens a step"
         show(ladders, title, unit, scale)
+        if why_null and options.cost == "model":
+            print(f"compile seconds and memory are not known: {why_null}", file=sys.stderr)
     return 0
 
 

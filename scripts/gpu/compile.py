@@ -51,6 +51,7 @@ class CompiledProgram:
     Attributes:
         hlo: the optimised program, as text.
         thunks: what the host will have done, a line each, as XLA prints it.
+        code_bytes: of its machine code, as XLA counts it.
         kernels: the Pallas kernels among it, if they were asked for.
     """
 
@@ -59,6 +60,7 @@ class CompiledProgram:
     temp_bytes: int
     hlo: str
     thunks: list[str]
+    code_bytes: int = 0
     kernels: list[GpuKernel] = field(default_factory=list)
 
 
@@ -96,8 +98,10 @@ def compile_program(
         for line in path.read_text().splitlines()
         if line.strip()
     ]
-    temp = int(analysis.temp_size_in_bytes) if analysis is not None else 0
-    program = CompiledProgram(middle - start, end - middle, temp, compiled.as_text() or "", thunks)
+    temp, code = (
+        (0, 0) if analysis is None else (int(analysis.temp_size_in_bytes), int(analysis.generated_code_size_in_bytes))
+    )
+    program = CompiledProgram(middle - start, end - middle, temp, compiled.as_text() or "", thunks, code)
     if tools is not None:
         program.kernels = _kernels(program, gpu, dumps, *tools)
     return program

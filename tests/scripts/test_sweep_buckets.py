@@ -88,11 +88,19 @@ def test_files_without_steps_are_told(tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--max-executables", "0"], ["--cost", "measured"], ["--max-executables", "4", "--pick", "5"]]
+    ("arguments", "message"),
+    [
+        (["--max-executables", "0"], "an integer of at least 1 is needed, got '0'"),
+        (["--max-executables", "4,x"], "an integer of at least 1 is needed, got 'x'"),
+        (["--max-num-batched-tokens", "0"], "an integer of at least 1 is needed, got '0'"),
+        (["--cost", "measured"], "--cost measured needs --model"),
+        (["--max-executables", "4", "--pick", "5"], "--pick 5 is not among"),
+    ],
 )
-def test_flags_that_contradict_each_other(arguments) -> None:
+def test_flags_that_make_no_sense(arguments, message, capsys) -> None:
     with pytest.raises(SystemExit):
         sweep_buckets.parse(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_a_roofline_reads_the_weights_and_does_the_operations(trace, capsys) -> None:
@@ -114,8 +122,33 @@ def test_a_roofline_reads_the_weights_and_does_the_operations(trace, capsys) -> 
     wide = costs.Product(1e12, 1.0)
     assert wide.seconds(gpu) == 1e12 / 989e12
     np.testing.assert_allclose(cost(np.array([1, 4096])), cost.seconds)
-    assert sweep_buckets.main(["--trace", trace, "--cost", "model", "--config", "tiny", "--max-executables", "2"]) == 0
-    assert "ms a step" in capsys.readouterr().out
+    tiny = ["--trace", trace, "--cost", "model", "--config", "tiny", "--max-executables", "2", "--no-compile"]
+    assert sweep_buckets.main(tiny) == 0
+    shown = capsys.readouterr()
+    assert "ms a step" in shown.out and "compile seconds and memory are not known: --no-compile" in shown.err
+
+
+def test_what_executables_need_is_compiled_for_the_target(gpu_compiler, tmp_path, capsys) -> None:
+    steps = tmp_path / "shapes.jsonl"
+    steps.write_text('{"tokens": 1, "requests": 1, "logits_rows": 1, "max_query": 1, "max_len": 1, "mode": "FULL"}')
+    tiny = ["--trace", str(steps), "--cost", "model", "--config", "tiny", "--max-executables", "1", "--json", "-"]
+    assert sweep_buckets.main(tiny) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "why_null" not in report and report["step_time_unit"] == "s"
+    assert all(each["compile_s"] > 0 and each["memory_bytes"] > 0 for each in report["ladders"])
+
+
+def test_what_is_not_known_is_null_with_the_reason(trace, monkeypatch, capsys) -> None:
+    tiny = ["--trace", trace, "--cost", "model", "--config", "tiny", "--max-executables", "2", "--json", "-"]
+    for arguments, reason in [
+        (["--trace", trace, "--json", "-"], "--cost tokens knows of no model"),
+        ([*tiny], "the GPU compiler isn't installed"),
+    ]:
+        monkeypatch.setattr("scripts.gpu.compiler.find_compiler", lambda: None)
+        assert sweep_buckets.main(arguments) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert reason in report["why_null"] and report["cost"] == ("model" if arguments == tiny else "tokens")
+        assert all(each["compile_s"] is None and each["memory_bytes"] is None for each in report["ladders"])
 
 
 def _call(pair):
