@@ -54,6 +54,8 @@ class Grammars:
             raise ValueError("structured_outputs need an end-of-sequence token, and the model has none")
         try:
             grammar = _grammar(params)
+            if not self._vocabulary.spells_ascii:
+                grammar = _without_forcing(grammar)
         except ValueError as error:
             raise ValueError(f"structured_outputs can't be compiled: {error}") from None
         failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._ll_tokenizer)
@@ -65,10 +67,14 @@ class Grammars:
         return matcher
 
     @functools.cached_property
-    def _ll_tokenizer(self) -> LLTokenizer:
+    def _vocabulary(self) -> _Vocabulary:
         assert self._tokenizer is not None
+        return _Vocabulary(self._tokenizer, self._vocab_size, self._eos)
+
+    @functools.cached_property
+    def _ll_tokenizer(self) -> LLTokenizer:
         return LLTokenizer(
-            TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._eos)),
+            TokenizerWrapper(self._vocabulary),
             n_vocab=self._vocab_size,
             eos_token=list(self._eos),
         )
@@ -155,9 +161,31 @@ class _Vocabulary:
         self.eos_token_id, self.bos_token_id = eos[0], tokenizer.bos_token_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         self.special_token_ids = sorted(i for i in tokenizer.special_token_ids if i < vocab_size)
+        special = {*self.special_token_ids, *eos}
+        self._ids = {text: i for i, text in reversed([*enumerate(self.tokens)]) if text and i not in special}
+        self._longest = max(map(len, self._ids), default=0)
+        self.spells_ascii = all(bytes([byte]) in self._ids for byte in range(0x20, 0x7F))
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Tokens that spell this text exactly, wherever it stands in another. What a tokenizer makes of it at the
+        beginning may not: SentencePiece puts a space in front, and some have an "unknown" token.
+        """
+        ids, wanted = self._tokenizer.encode(text, add_special_tokens=False), text.encode()
+        if b"".join(self.tokens[i] for i in ids) == wanted:
+            return ids
+        return self._longest_first(wanted)
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        """Always the longest token that fits; up to the first byte that none begins with."""
+        ids, at = [], 0
+        while at < len(text):
+            ends = range(min(at + self._longest, len(text)), at, -1)
+            end = next((end for end in ends if text[at:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[text[at:end]])
+            at = end
+        return ids
 
 
 def _grammar(params: StructuredOutputsParams) -> str:
@@ -172,6 +200,17 @@ def _grammar(params: StructuredOutputsParams) -> str:
     whitespace = params.whitespace_pattern or _WHITESPACE
     options = {"whitespace_flexible": False} if params.disable_any_whitespace else {"whitespace_pattern": whitespace}
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+
+
+def _without_forcing(grammar: str) -> str:
+    """The same, but where only one text may follow its tokens are looked for like all others. (The library would take
+    those of the tokenizer, and there are none where a vocabulary has whole words alone.)
+    """
+    if grammar.startswith("{"):
+        (inner,) = json.loads(grammar)["grammars"]
+        schema = inner.get("json_schema")
+        grammar = inner["lark_grammar"] if schema is None else f"start: %json {json.dumps(schema)}"
+    return grammar if "%llguidance" in grammar else f'%llguidance {{"no_forcing": true}}\n{grammar}'
 
 
 def _may_begin(matcher: LLMatcher, vocab_size: int) -> bool:

@@ -18,9 +18,9 @@ the forward's products of matrices, the longer of reading their bytes and doing 
 In the output: padding_waste is the fraction of padded tokens, and step_time the mean cost of a step's forward: in
 tokens with "tokens", in seconds else. compile_s adds up the forwards' compile seconds on this machine, memory_bytes
 their code (as far as the compiler counts it) and the largest one's temporaries, caches left out; with lines between the
-sizes compiled. "measured" compiles for this backend. "model" compiles a few sizes for the target, if the GPU compiler
-is installed (scripts/compile_step.py does that) and without --no-compile. "tokens" knows of no model. Where they are
-null, "why_null" beside the ladders says why.
+sizes compiled. "measured" compiles for this backend. "model" compiles the smallest and the largest for the target, if
+the GPU compiler is installed (scripts/compile_step.py does that) and without --no-compile. "tokens" knows of no model.
+Where they are null, "why_null" beside the ladders says why.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def target_needs(options: argparse.Namespace, sizes: Sequence[int]) -> tuple[Sam
     compiler = find_compiler()
     if compiler is None:
         return unknown, "the GPU compiler isn't installed here: scripts/compile_step.py installs it"
-    few = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+    few = sorted({sizes[0], sizes[-1]})
     with stderr.status(f"compiling {options.config} for {options.target} at {few} tokens"):
         try:
             found = forward_needs(compiler, options.config, options.target, few, options.max_num_seqs)

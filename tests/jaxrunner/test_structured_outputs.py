@@ -11,7 +11,13 @@ import pytest
 from jaxrunner import LLM, AsyncLLM, SamplingParams
 from jaxrunner.protocol import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from jaxrunner.structured_outputs import StructuredOutputsParams
-from tests.jaxrunner.chain import byte_level_tokenizer, successor_logits, write_chain
+from tests.jaxrunner.chain import (
+    byte_level_tokenizer,
+    sentencepiece_tokenizer,
+    successor_logits,
+    word_tokenizer,
+    write_chain,
+)
 
 EOS = "<|end|>"
 OPTIONS = {
@@ -190,6 +196,41 @@ def test_what_cannot_be_met_is_refused_and_the_engine_lives(llm, structured, mes
     with pytest.raises(ValueError, match=message):
         say(llm, structured)
     assert say(llm, {"choice": ["ok"]})[0].text == "ok"
+
+
+KINDS = [
+    {"choice": ["abcab", "abd"]},
+    {"regex": "ab(c|d)+"},
+    {"grammar": 'start: "ab" ("c" | "d")'},
+    {"json": {"const": "abc"}},
+    {"json": {"type": "object", "properties": {"ab": {"enum": ["c", "d"]}}, "required": ["ab"]}},
+]
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        # A space in front of every text that is encoded: what is forced in the middle of another must not have it.
+        sentencepiece_tokenizer(["▁", "a", "b", "c", "d", "▁a", "ab", "▁ab", "bc", "</s>"]),
+        # Whole words, and one token for all others: nothing spells a part of a word that is forced.
+        word_tokenizer(["?", "ab", "abc", "abd", "c", "d", '"', '{"', '":"', '"}', "</s>"]),
+    ],
+    ids=["sentencepiece", "words"],
+)
+def test_vocabularies_that_spell_texts_otherwise(tokenizer, tmp_path):
+    eos = tokenizer.token_to_id("</s>")
+    logits = np.zeros((320, 320), np.float32)
+    folder = write_chain(
+        tmp_path, logits, tokenizer, config={"eos_token_id": eos}, tokenizer_config={"eos_token": "</s>"}
+    )
+    llm = LLM(folder, **OPTIONS)
+    for kind in KINDS:
+        (output,) = say(llm, kind, prompts=[[1]], temperature=1, seed=3)
+        assert output.finish_reason == "stop"
+        if "json" in kind:
+            assert json.loads(output.text) in ("abc", {"ab": "c"}, {"ab": "d"})
+        else:
+            assert re.fullmatch("ab[cd]+|abcab", output.text)
 
 
 def test_a_model_without_tokenizer_or_end_refuses(tmp_path):
