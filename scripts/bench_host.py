@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             else:
                 row = measure(config, arguments.repeats, arguments.clock, on_step)
                 if arguments.profile is not None:
-                    row["profile"] = profile(config, on_step)
+                    row["profile"] = profile(config, CLOCKS[arguments.clock], on_step)
                 rows.append(rounded(row))
             progress.remove_task(task)
     if not arguments.check:

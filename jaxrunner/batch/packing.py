@@ -108,6 +108,9 @@ _FEW_RUNS = 3  # up to which one after the other is faster than all at once
 
 def runs(starts: Int64[np.ndarray, "n"], lengths: Int32[np.ndarray, "n"]) -> Int64[np.ndarray, "total"]:
     """start, start + 1, ... of every run, one run after the other."""
+    if len(starts) == 1:
+        start = starts.item()
+        return np.arange(start, start + lengths.item())
     if 0 < len(starts) <= _FEW_RUNS:
         return np.concatenate([np.arange(s, s + n) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)])
     shift = starts + lengths

@@ -64,24 +64,27 @@ def record_tokens(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> Sampl
     if sampled.ndim != 2 or len(sampled) != n:
         raise ValueError(f"sampled must be [{n}, w] for the {n} rows of the step, got {list(sampled.shape)}")
     width, indices, known = sampled.shape[1], batch.row_indices, rows.known
-    there = np.greater_equal(sampled.T, 0, order="C")  # [w, R]: a pass along the rows is a long one
-    num_kept = np.count_nonzero(there)
-    if width > 1 and np.count_nonzero(there[1:] > there[:-1]):
-        raise ValueError(f"a row of sampled has a token behind a gap: {sampled.tolist()}")
+    if n and sampled.min() >= 0:
+        there = None  # all of them
+    else:
+        there = np.greater_equal(sampled.T, 0, order="C")  # [w, R]: a pass along the rows is a long one
+        if width > 1 and np.count_nonzero(there[1:] > there[:-1]):
+            raise ValueError(f"a row of sampled has a token behind a gap: {sampled.tolist()}")
     at = np.add(batch.row_starts, known, out=rows.cells)
     if batch.longest + width > batch.token_row_stride:
-        _check_room(batch, known, there)
+        kept = np.ones((width, n), bool) if there is None else there
+        _check_room(batch, known, kept)
         for j in range(width):
-            batch.flat_token_ids[at[there[j]] + j] = sampled[there[j], j]
+            batch.flat_token_ids[at[kept[j]] + j] = sampled[kept[j], j]
     elif width == 1:  # here, what is not kept is written too: behind a request's tokens, where nothing counts
-        batch.flat_token_ids[at] = sampled[:, 0]
+        batch.flat_token_ids[at] = sampled.ravel()
     else:
         batch.flat_token_ids[at[:, None] + batch.ascending[:width]] = sampled
     batch.longest += width
-    if num_kept == sampled.size:
+    if there is None:
         known += equal(n, width)
         offsets = batch.ascending32[: n + 1] if width == 1 else batch.ascending32[: n + 1] * width
-        tokens = sampled.reshape(-1)
+        tokens = sampled.ravel()
     else:
         offsets = np.zeros(n + 1, np.int32)
         counts = there[0].astype(np.int32) if width == 1 else there.sum(axis=0, dtype=np.int32)

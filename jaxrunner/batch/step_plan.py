@@ -226,9 +226,10 @@ def _read_blocks(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None
     if len(blocks) != k:
         raise ValueError("new_block_ids")
     plan.growing, plan.blocks = _NONE, []
-    if blocks.count(None) == k and len(plan.ids) == k:
+    num_growing = k - blocks.count(None)
+    if not num_growing and len(plan.ids) == k:
         return
-    positions, brought = _who_grows(batch, plan, blocks)
+    positions, brought = _who_grows(batch, plan, blocks, num_growing)
     if len(plan.ids) > k:
         positions += range(k, len(plan.ids))
         brought += [data.block_ids for data in so.scheduled_new_reqs]
@@ -244,16 +245,17 @@ def _read_blocks(batch: InputBatch, so: SchedulerOutput, plan: StepPlan) -> None
 
 
 def _who_grows(
-    batch: InputBatch, plan: StepPlan, blocks: Sequence[BlockIds | None]
+    batch: InputBatch, plan: StepPlan, blocks: Sequence[BlockIds | None], num_growing: int
 ) -> tuple[list[int], list[BlockIds]]:
     """Positions of the cached requests that get blocks, and what they get."""
     k = plan.num_cached
-    num_growing = k - blocks.count(None)
-    if k > _FEW_TO_SEARCH and plan.each and num_growing < k // 8:
+    if k > _FEW_TO_SEARCH and num_growing < k // 2:
         # Who runs out of blocks should be them. That it is so is seen sooner than it is found out by searching.
         table = batch.block_table.tables[0]
-        last = plan.computed[:k] + (plan.each - 1)
-        positions = (last >= table.num_blocks[plan.indices] * table.block_size).nonzero()[0].tolist()
+        end = plan.computed + (plan.each if plan.counts is None else plan.counts)
+        grows = end[:k] > table.num_blocks[plan.indices] * table.block_size
+        grows[plan.returning] = True
+        positions = grows.nonzero()[0].tolist()
         if len(positions) == num_growing and None not in (brought := lookup(blocks, positions)):
             return positions, list(brought)
     return list(compress(range(k), blocks)), list(filter(None, blocks))

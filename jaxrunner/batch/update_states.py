@@ -107,7 +107,8 @@ def _drop_surplus_outputs(batch: InputBatch, plan: StepPlan) -> None:
     else:
         prompt, known = batch.num_prompt_tokens[indices], batch.num_tokens[indices]
     told += prompt
-    if np.count_nonzero(told < known):
+    # As a rule they are the same, which strings of bytes show sooner than arrays.
+    if told.tobytes() != known.tobytes() and np.count_nonzero(told < known):
         batch.num_tokens[indices] = np.minimum(told, known)
         rows.known[...] = batch.num_tokens[batch.row_indices]
 

@@ -48,16 +48,23 @@ class _Span(NamedTuple):
     last: int
 
 
-def profile(config: TraceConfig, on_step: Callable[[], object] = lambda: None) -> dict[str, dict[str, Any]]:
+def profile(
+    config: TraceConfig,
+    now: Callable[[], int] = perf_counter_ns,
+    on_step: Callable[[], object] = lambda: None,
+) -> dict[str, dict[str, Any]]:
     """Statements of "before_forward" and "record_sampled", those that take most first; functions outside of the package
     count for the statement that calls them.
+
+    Args:
+        now: the clock, in nanoseconds.
 
     Returns:
         For each of the two "us": microseconds a step when left alone, "watched_us", "reading_us": what a reading of the
         clock costs, and "statements": of each file, line, function, source, "times" a step, "us" a step and "share".
     """
     path = replay.HostPath(config)
-    clock = StatementClock(*_PACKAGE.rglob("*.py"), Path(replay.__file__))
+    clock = StatementClock(*_PACKAGE.rglob("*.py"), Path(replay.__file__), clock=now)
     alone: dict[str, list[_Block]] = {phase: [] for phase in _PHASES}
     watched: dict[str, list[_Block]] = {phase: [] for phase in _PHASES}
     try:
@@ -66,7 +73,7 @@ def profile(config: TraceConfig, on_step: Callable[[], object] = lambda: None) -
             ran = list[tuple[_Span, _Span]]()
             with clock.watching() if counted and watching else nullcontext():
                 for step in steps:
-                    ran.append(_run(path, step, clock.mark))
+                    ran.append(_run(path, step, clock.mark, now))
                     on_step()
             if counted:
                 for phase, spans in zip(_PHASES, zip(*ran[_UNCOUNTED:], strict=True), strict=True):
@@ -77,15 +84,17 @@ def profile(config: TraceConfig, on_step: Callable[[], object] = lambda: None) -
     return _summary({p: _quieter(b) for p, b in alone.items()}, {p: _quieter(b) for p, b in watched.items()})
 
 
-def _run(path: replay.HostPath, step: replay.TraceStep, mark: Callable[[], int]) -> tuple[_Span, _Span]:
-    first, start = mark(), perf_counter_ns()
+def _run(
+    path: replay.HostPath, step: replay.TraceStep, mark: Callable[[], int], now: Callable[[], int]
+) -> tuple[_Span, _Span]:
+    first, start = mark(), now()
     path.update(step, check=False)
     inputs = path.prepare(step)
-    before = _Span(perf_counter_ns() - start, first, mark())
+    before = _Span(now() - start, first, mark())
     sampled = path.sampled(step)
-    first, start = mark(), perf_counter_ns()
+    first, start = mark(), now()
     path.record(inputs, sampled)
-    return before, _Span(perf_counter_ns() - start, first, mark())
+    return before, _Span(now() - start, first, mark())
 
 
 def _block(spans: Sequence[_Span], clock: StatementClock) -> _Block:

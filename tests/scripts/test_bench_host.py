@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,14 @@ def small(scenario: str) -> TraceConfig:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_scenario_equals_the_reference(scenario: str) -> None:
     assert replay.compare_with_reference(small(scenario)) == 13
+
+
+@pytest.mark.parametrize("scenario", ["mixed", "preempt"])
+def test_many_requests_are_read_in_another_way(scenario: str) -> None:
+    config = replace(
+        small(scenario), num_reqs=140, max_num_reqs=140, measured_steps=6, token_budget=200, preempted=0.05
+    )
+    assert replay.compare_with_reference(config) == 7
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
