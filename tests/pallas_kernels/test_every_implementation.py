@@ -66,6 +66,14 @@ def test_rows_without_tokens_between_others(tested):
             check(tested, CASES[name], make_batch(CASES[name].shape, [(1, 60), (0, 33), (3, 90), (0, 0)]))
 
 
+@each_of_them
+def test_long_and_short_requests_share_a_step(tested):
+    """More tokens than any tile holds, between few: tiles that are full, and others at the token array's end."""
+    case = CASES["mixed"]
+    with time_limit(tested.seconds):
+        check(tested, case, make_batch(case.shape, [(3, 60), (33, 40), (2, 0)]))
+
+
 # An interpreter that multiplies with NumPy warns of what the test is about.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning")
 @each_of_them

@@ -33,16 +33,17 @@ def on(kind):
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-@pytest.mark.parametrize(("head_dim", "capability"), [*product((64, 128, 256), PROCESSORS)])
-def test_the_blocks_of_a_plan_fit_a_processor(head_dim, capability):
+@pytest.mark.parametrize(("head_dim", "tokens", "capability"), [*product((64, 128, 256), (16, 64), PROCESSORS)])
+def test_the_blocks_of_a_plan_fit_a_processor(head_dim, tokens, capability):
     processor = PROCESSORS[capability]
-    plan = make_plan(AttentionLayer("", 8, 1, head_dim, 1.0), 64, 16, True, processor)
+    plan = make_plan(AttentionLayer("", 8, 1, head_dim, 1.0), tokens, 16, 16, True, processor)
+    assert plan.rows == (128 if tokens == 64 and head_dim == 64 else 64)
     blocks = plan.workers // processor.num_sms
     assert blocks in (1, 2) and plan.workers == blocks * processor.num_sms
     ring_bytes = plan.stages * 2 * plan.block_keys * head_dim * 2
     queries = 64 * head_dim * 2 if head_dim == 256 else 0
-    assert blocks * (ring_bytes + queries + (16 << 10) + 1024) <= processor.shared_bytes
-    assert plan.stages >= 2 and plan.block_keys >= 16 and blocks * ring_bytes >= 48 << 10
+    assert blocks * (ring_bytes + queries + plan.rows * 256 + 1024) <= processor.shared_bytes
+    assert plan.stages >= 2 and plan.block_keys >= 16 and blocks * ring_bytes >= 32 << 10
 
 
 def test_taken_on_ampere_and_ada_by_name_alone(new_enough):
@@ -116,7 +117,7 @@ class Ref:
 def test_a_tile_is_taken_when_its_copies_are_done_and_theirs_alone(monkeypatch, stages, block_size, begin, end):
     """The interpreter has no such counts: there each slot has a barrier."""
     monkeypatch.setattr(ring.pl, "when", lambda condition: lambda f: f() if condition else None)
-    plan = make_plan(LAYER, 64, block_size, True, PROCESSORS[8, 0], stages=stages)
+    plan = make_plan(LAYER, 64, 64, block_size, True, PROCESSORS[8, 0], stages=stages)
     device, table = Copies(), np.arange(100, 200)[None]
     loaded = ring.Ring(Ref("k"), Ref("v"), Ref("", table), 0, Ref("keys"), Ref("values"), None, device, plan)
     num_keys = end * plan.block_keys - 5
@@ -140,9 +141,9 @@ def test_a_tile_is_taken_when_its_copies_are_done_and_theirs_alone(monkeypatch, 
 
 
 def test_a_result_is_renamed_as_a_left_operand_without_moving():
-    """Each thread has the same elements of [64, K] in both layouts, register by register."""
+    """Each thread has the same elements of [rows, K] in both layouts, register by register."""
 
-    def places(layout, shape=(64, 64)):
+    def places(layout, shape=(128, 64)):
         strides = layout.tiling.tile_strides((shape[1], 1))
         offsets = [
             sum(i * s for i, s in zip(at, strides, strict=True)) for at in np.ndindex(layout.registers_shape(shape))

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels.paged_attention.mosaic import work as w
-from pallas_kernels.paged_attention.mosaic.plan import ROWS, Plan
+from pallas_kernels.paged_attention.mosaic.plan import Plan
 from pallas_kernels.paged_attention.softmax import MASKED
 
 WARPGROUPS = 8
@@ -38,7 +38,7 @@ class Partials(NamedTuple):
     """
 
     out: Float32[Array, "2 cuts Hkv tokens Gp D"]
-    log_sums: Float32[Array, "2 cuts Hkv warpgroups 64"]
+    log_sums: Float32[Array, "2 cuts Hkv warpgroups rows"]
 
 
 def compiler_params(*, unsafe_no_auto_barriers: bool = False) -> plgpu.CompilerParams:
@@ -62,7 +62,7 @@ def partial_shapes(plan: Plan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStru
     places = 2, plan.workers + 1, plan.num_kv_heads
     return (
         jax.ShapeDtypeStruct((*places, plan.tokens_per_tile, group, plan.head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((*places, plan.warpgroups, ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((*places, plan.warpgroups, plan.rows), jnp.float32),
     )
 
 

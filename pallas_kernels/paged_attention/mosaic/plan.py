@@ -25,6 +25,7 @@ class Plan:
         stages: K and V tiles in the ring.
         workers: blocks for each kv head; they share the step's work evenly.
         by_token: the order of a warpgroup's rows: the heads of a token side by side, else the tokens of a head.
+        rows: of a compute warpgroup, a multiple of ROWS.
     """
 
     num_tokens: int
@@ -39,10 +40,11 @@ class Plan:
     stages: int
     workers: int
     by_token: bool = False
+    rows: int = ROWS
 
     @property
     def tokens_per_warpgroup(self) -> int:
-        return ROWS // self.group
+        return self.rows // self.group
 
     @property
     def tokens_per_tile(self) -> int:

@@ -92,8 +92,8 @@ def first_maximum(
         head_of_row: [64], the query head of each row.
         layout: of vectors of rows.
     """
-    m = plgpu.layout_cast(jnp.full((ROWS,), MASKED, jnp.float32), layout)
-    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), layout)
+    m = plgpu.layout_cast(jnp.full(head_of_row.shape, MASKED, jnp.float32), layout)
+    total = plgpu.layout_cast(jnp.zeros(head_of_row.shape, jnp.float32), layout)
     if sinks is None:
         return m, total
     is_first = piece.begin == 0
@@ -107,6 +107,6 @@ def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
 
 
-def quotient_of_row(divisor: int, layout: Any) -> Array:
-    """row // divisor for the 64 rows, without a division: exact below 64."""
-    return (iota((ROWS,), 0, layout) * -(-(1 << 16) // divisor)) >> 16
+def quotient_of_row(divisor: int, layout: Any, rows: int = ROWS) -> Array:
+    """row // divisor for all rows, without a division: exact for numbers up to 256."""
+    return (iota((rows,), 0, layout) * -(-(1 << 16) // divisor)) >> 16

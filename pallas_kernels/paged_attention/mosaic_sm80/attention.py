@@ -33,7 +33,7 @@ class MosaicSm80Attention(MosaicAttention):
         processor = PROCESSORS[(8, 0) if device.capability not in PROCESSORS else device.capability]
         if device.gpu is not None:
             processor = Processor(device.gpu.num_sms, processor.shared_bytes)
-        return make_plan(layer, num_tokens, block_size, causal, processor, self.stages, self.workers)
+        return make_plan(layer, num_tokens, num_rows, block_size, causal, processor, self.stages, self.workers)
 
     def store(self, dtype: DTypeLike) -> Callable[[Any, Any], None]:
         device = products.Device(dtype, self.interpret is not None)
@@ -46,7 +46,7 @@ class MosaicSm80Attention(MosaicAttention):
         return store
 
     def configurations(self) -> Iterable[KernelConfiguration]:
-        """Those of mixed steps: what is compiled for a decode is the same."""
+        """Those of mixed steps, and with heads of 64 of decodes: with others, what is compiled is the same."""
         configurations = attention_configurations(
             self,
             head_dims=HEAD_DIMS,
@@ -55,4 +55,4 @@ class MosaicSm80Attention(MosaicAttention):
             capabilities=((8, 0), (8, 9)),
             needs=frozenset({TENSOR_CORES, ASYNC_COPIES, WIDE_LOADS}),
         )
-        return (each for each in configurations if each.config.startswith("mixed"))
+        return (each for each in configurations if each.config.startswith("mixed") or " d64 " in each.config)

@@ -1,4 +1,4 @@
-"""What a warpgroup does with a piece of work: 64 query rows, from its queries to its results."""
+"""What a warpgroup does with a piece of work: 64 or 128 query rows, from its queries to its results."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.mosaic import toolchain
 from pallas_kernels.paged_attention.mosaic.pieces import Piece, Rows
-from pallas_kernels.paged_attention.mosaic.plan import ROWS, Plan
+from pallas_kernels.paged_attention.mosaic.plan import Plan
 from pallas_kernels.paged_attention.mosaic.softmax import (
     LOG2_E,
     Softmax,
@@ -34,7 +34,7 @@ class Buffers(NamedTuple):
 
 
 def load_queries(q: Any, head: Array, rows: Rows, buffers: Buffers, device: Device, plan: Plan) -> Any:
-    """The rows' queries as the left operand of a product: registers [64, D], or a reference to shared memory."""
+    """The rows' queries as the left operand of a product: registers [rows, D], or a reference to shared memory."""
     for column in range(0, plan.head_dim, plan.staged):
         columns = pl.ds(column, plan.staged)
         if column > 0:
@@ -59,10 +59,11 @@ def attend(
     pages: Pages,
     scale: float,
     soft_cap: float | None,
+    plan: Plan,
 ) -> Softmax:
-    device, plan = ring.device, ring.plan
+    device = ring.device
     factor = (scale if soft_cap is None else soft_cap) * LOG2_E
-    token_of_row = quotient_of_row(plan.group, device.vector)
+    token_of_row = quotient_of_row(plan.group, device.vector, plan.rows)
     if plan.causal:
         last_of_row = token_of_row + (rows.position - rows.shift - piece.first_key)
     else:
@@ -84,15 +85,15 @@ def attend(
         softmax, p = weigh(s, softmax, factor)
         return softmax._replace(acc=device.add_product(softmax.acc, p, ring.values.at[slot], kept)), pages
 
-    acc = plgpu.layout_cast(jnp.zeros((ROWS, plan.head_dim), jnp.float32), device.matrix)
+    acc = plgpu.layout_cast(jnp.zeros((plan.rows, plan.head_dim), jnp.float32), device.matrix)
     whole = whole_tiles(piece, rows.position, rows.position + rows.length - 1, plan)
     softmax, _ = over_tiles(tile, (Softmax(acc, *initial), pages), piece, *whole, plan)
     return softmax
 
 
 def head_of_row(device: Device, plan: Plan) -> Array:
-    token = quotient_of_row(plan.group, device.vector)
-    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=device.vector) - token * plan.group
+    token = quotient_of_row(plan.group, device.vector, plan.rows)
+    return plgpu.broadcasted_iota(jnp.int32, (plan.rows,), 0, layout=device.vector) - token * plan.group
 
 
 def store_results(
@@ -117,7 +118,7 @@ def store_results(
         width = staging.shape[1]
         for column in range(0, plan.head_dim, width):
             device.meet()
-            part = lax.slice(result, (0, column), (ROWS, column + width))
+            part = lax.slice(result, (0, column), (plan.rows, column + width))
             toolchain.store(staging, part.astype(staging.dtype))
             device.meet()
             columns = pl.ds(column, width)
@@ -138,4 +139,4 @@ def store_results(
         part, group = partials.out.at[later, cut, head], pl.ds(0, plan.group)
         store(lambda t, n, columns: part.at[pl.ds(t - rows.shift, n), group, columns], buffers.staging_f32)
         log_sums = jnp.where(seen, state.m + jnp.log2(jnp.where(seen, state.total, 1.0)), MASKED)
-        toolchain.store(partials.log_sums.at[later, cut, head, 0], log_sums)
+        toolchain.store(partials.log_sums.at[later, cut, head, 0, pl.ds(0, plan.rows)], log_sums)

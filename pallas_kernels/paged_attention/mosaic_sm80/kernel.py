@@ -1,10 +1,13 @@
 """The attention kernel for Ampere and Ada: asynchronous copies of pages, mma in both products."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Float
@@ -59,17 +62,28 @@ def attention(
         queries = None if queries_in_registers(head_dim) else rest.pop(0)
         here = rest.pop(0) if rest else None
         worker, head = lax.axis_index("worker"), lax.axis_index("head")
-        buffers = Buffers(queries, staging, staging_f32)
         ring = Ring(k, v, table, head, keys, values, here, device, plan)
 
         def one(piece: Piece, _: Array) -> None:
             rows = share(piece, jnp.int32(0), plan)
             device.meet()  # the piece before this one has done with shared memory
             pages = ring.begin(piece)
-            own = load_queries(q, head, rows, buffers, device, plan)
-            initial = first_maximum(sink, head, head_of_row(device, plan), piece, plan.group, device.vector)
-            state = attend(piece, rows, own, initial, ring, pages, scale, soft_cap)
-            store_results(state, piece, rows, worker, head, out, partials, buffers, device, plan)
+
+            def compute(plan: Plan) -> None:
+                first = pl.ds(0, plan.rows)
+                buffers = Buffers(queries, staging.at[first], staging_f32.at[first])
+                own = load_queries(q, head, rows, buffers, device, plan)
+                initial = first_maximum(sink, head, head_of_row(device, plan), piece, plan.group, device.vector)
+                state = attend(piece, rows, own, initial, ring, pages, scale, soft_cap, plan)
+                store_results(state, piece, rows, worker, head, out, partials, buffers, device, plan)
+
+            if plan.rows == ROWS:
+                return compute(plan)
+            # What fits into half a tile, as a request that decodes does, takes no more time than it must.
+            half = replace(plan, rows=ROWS)
+            fits = rows.shift + rows.length <= half.tokens_per_tile
+            pl.when(fits)(partial(compute, half))
+            pl.when(~fits)(partial(compute, plan))
 
         each_piece(tiles, cuts, worker, one)
 
@@ -92,13 +106,14 @@ def _scratch(plan: Plan, dtype: DTypeLike, interpreted: bool) -> list[Any]:
     # Rows of 64 bytes, so placed that the eight rows of a matrix are in different banks.
     swizzled: Any = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(COLUMNS * 2))  # type: ignore[abstract]
     ring = plgpu.SMEM((plan.stages, plan.block_keys, plan.head_dim), dtype, transforms=swizzled)
+    rows = plan.rows
     scratch: list[Any] = [
-        plgpu.RefUnion(plgpu.SMEM((ROWS, plan.staged), dtype), plgpu.SMEM((ROWS, 64), jnp.float32)),
+        plgpu.RefUnion(plgpu.SMEM((rows, plan.staged), dtype), plgpu.SMEM((rows, 64), jnp.float32)),
         ring,
         ring,
     ]
     if not queries_in_registers(plan.head_dim):
-        scratch.append(plgpu.SMEM((ROWS, plan.head_dim), dtype, transforms=swizzled))
+        scratch.append(plgpu.SMEM((rows, plan.head_dim), dtype, transforms=swizzled))
     if interpreted:
         scratch.append(plgpu.Barrier(num_arrivals=2 * plan.copies, num_barriers=plan.stages))
     return scratch

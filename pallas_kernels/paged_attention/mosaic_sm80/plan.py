@@ -1,21 +1,23 @@
 """Static choices of the Ampere and Ada kernel for one kind of layer: tile sizes, pipeline depth, number of workers.
 
-One warpgroup of 64 rows to a block, and two blocks to an SM where its shared memory holds them, so that one computes
-while the other waits: 2 * 128 threads leave each 255 registers.
+One warpgroup of 64 or 128 rows to a block, and two blocks to an SM where its shared memory holds them, so that one
+computes while the other waits: 2 * 128 threads leave each 255 registers.
 
 Shared memory of a block, with D the head size:
 
-    staging     16 KiB                  plain rows: queries on their way in, results on their way out
+    staging     rows * 64 * 4           plain rows: queries on their way in, results on their way out
     queries     64 * D * 2              swizzled, for heads of 256; the others' queries are in registers
     K and V     stages * 2 * block_keys * D * 2
 
-    D    GPU        block_keys   stages   K and V    all blocks' total, of an SM's
-    64   A100           64          4     64 KiB     2 * 80 of 164 KiB
-    128  A100           32          4     64 KiB     2 * 80
-    256  A100           16          2     32 KiB     2 * 80
-    64   sm_86, 89      64          2     32 KiB     2 * 48 of 100 KiB
-    128  sm_86, 89      32          2     32 KiB     2 * 48
-    256  sm_86, 89      16          3     48 KiB         96
+    D    rows   GPU        block_keys   stages   K and V    all blocks' total, of an SM's
+    64    128   A100           32          4     32 KiB     2 * 64 of 164 KiB
+    64     64   A100           64          4     64 KiB     2 * 80
+    128    64   A100           32          4     64 KiB     2 * 80
+    256    64   A100           16          2     32 KiB     2 * 80
+    64    128   sm_86, 89      32          2     16 KiB     2 * 48 of 100 KiB
+    64     64   sm_86, 89      64          2     32 KiB     2 * 48
+    128    64   sm_86, 89      32          2     32 KiB     2 * 48
+    256    64   sm_86, 89      16          3     48 KiB         96
 
 While a tile is computed the others of the ring are under way. What must be, to keep memory busy, is its bandwidth times
 its latency: 2 TB/s * 1 us = 19 KiB an SM of an A100, 300 GB/s * 1 us = 5 KiB of an L4.
@@ -29,10 +31,9 @@ from pallas_kernels.paged_attention.mosaic.plan import ROWS, Plan
 RESERVED_BYTES = 1024  # of each block's: the driver's
 SMALL_BYTES = 512  # Mosaic's own, and alignment
 MAX_STAGES = 4
-# Of a tile, at most, by head size. Compiled for sm_80, twice as many spill registers.
+# Of a tile of 64 rows, at most, by head size; half as many of one of 128. Compiled for sm_80, twice as many spill.
 KEYS = {64: 64, 128: 32, 256: 16}
 FEWEST_KEYS = 16
-STAGED_BYTES = ROWS * 128 * 2
 
 
 @dataclass(frozen=True)
@@ -62,20 +63,27 @@ def queries_in_registers(head_dim: int) -> bool:
 def make_plan(
     layer: AttentionLayer,
     num_tokens: int,
+    num_rows: int,
     block_size: int,
     causal: bool,
     processor: Processor,
     stages: int | None = None,
     workers: int | None = None,
 ) -> Plan:
-    """The plan of a layer in a step of this many tokens; the last two override what it would choose."""
+    """The plan of a layer in a step of this shape; the last two override what it would choose.
+
+    A step with more tokens than rows, and heads of 64, has tiles of 128 rows. With larger heads those spill registers,
+    compiled for sm_80 (heads of 128, 32 keys: 96 bytes); with 16 keys the queries, then in shared memory, are read so
+    often that nothing is gained.
+    """
     head_dim = layer.head_dim
-    fixed = RESERVED_BYTES + SMALL_BYTES + STAGED_BYTES
+    rows = 2 * ROWS if num_tokens > num_rows and head_dim == 64 else ROWS
+    fixed = RESERVED_BYTES + SMALL_BYTES + rows * 64 * 4
     if not queries_in_registers(head_dim):
-        fixed += ROWS * head_dim * 2
+        fixed += rows * head_dim * 2
     blocks = 2 if _ring(FEWEST_KEYS, head_dim, 2) <= processor.shared_bytes // 2 - fixed else 1
     room = processor.shared_bytes // blocks - fixed
-    block_keys = KEYS[head_dim]
+    block_keys = KEYS[head_dim] * ROWS // rows
     while _ring(block_keys, head_dim, 2) > room:
         block_keys //= 2
     if stages is None:
@@ -93,6 +101,7 @@ def make_plan(
         stages=stages,
         workers=max(1, blocks * processor.num_sms // layer.num_kv_heads) if workers is None else workers,
         by_token=True,
+        rows=rows,
     )
 
 

@@ -102,8 +102,8 @@ class Device:
             return acc + jnp.dot(p, _zero_outside(kept, values[...], 0, self.right), preferred_element_type=jnp.float32)
         p = _as_left(p, self.matrix, self.left)
         parts = []
-        for column in range(0, acc.shape[1], 2 * COLUMNS):
-            columns = slice(column, column + 2 * COLUMNS)
+        for column in range(0, acc.shape[1], COLUMNS):
+            columns = slice(column, column + COLUMNS)
             part = acc[:, columns]
             for first in range(0, values.shape[0], K):
                 v = plgpu.load(values.at[first : first + K, columns], layout=self.right)
