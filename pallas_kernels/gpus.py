@@ -77,6 +77,11 @@ class Device:
         return next((gpu for gpu in GPUS.values() if gpu.kind == self.kind), None)
 
 
+def dotted(numbers: tuple[int, ...] | None) -> str:
+    """A capability or a version as it is written: (9, 0) is 9.0."""
+    return "unknown" if numbers is None else ".".join(map(str, numbers))
+
+
 def current_device() -> Device:
     """The device of the mesh in context (`jax.set_mesh`), also inside `jax.jit`; else the default one."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 from jaxtyping import Float32
 
-from pallas_kernels.gpus import current_device
+from pallas_kernels.gpus import current_device, dotted
 
 load, store, dot = plt.load, plt.store, plt.dot
 program_id, when = pl.program_id, pl.when
@@ -39,7 +39,7 @@ def refuses_device(platform: str | None = None) -> str | None:
         return f"it needs an NVIDIA GPU, this is {platform or device.platform}"
     capability = device.capability
     if capability is not None and capability < OLDEST:
-        return f"it needs a GPU of compute capability {_dotted(OLDEST)} or higher, this one has {_dotted(capability)}"
+        return f"it needs a GPU of compute capability {dotted(OLDEST)} or higher, this one has {dotted(capability)}"
     return None
 
 
@@ -99,7 +99,3 @@ def tanh(x: Float32[Array, "..."], interpret: bool) -> Float32[Array, "..."]:
 
 def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

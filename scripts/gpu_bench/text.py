@@ -13,7 +13,14 @@ def text(model: str, attention: str) -> Iterator[dict[str, Any]]:
     Texts may part where two tokens are nearly as likely.
     """
     from jaxrunner import LLM, SamplingParams
+    from models import resolve_model
+    from models.errors import ModelNotFoundError
 
+    try:
+        resolve_model(model)
+    except ModelNotFoundError as error:
+        yield {"left out": str(error).partition("\n")[0]}
+        return
     prompts = ["The capital of France is", "Water boils at a temperature of", "def fibonacci(n):"]
     params = SamplingParams(temperature=0, max_tokens=24)
     answers: dict[str, list[str]] = {}

@@ -125,7 +125,10 @@ def test_chosen_on_hopper_alone(monkeypatch):
         with on(kind):
             chosen, _ = choose_attention([LAYER], 16, "bfloat16", "gpu")
             assert chosen.name == name
-    with on("NVIDIA B200"), pytest.raises(ValueError, match=r"compute capability 9.0 \(Hopper\), not NVIDIA B200"):
+    with (
+        on("NVIDIA B200"),
+        pytest.raises(ValueError, match=r"compute capability 9.0 \(Hopper\), not NVIDIA B200 \(10.0\)"),
+    ):
         choose_attention([LAYER], 16, "bfloat16", "gpu", "mosaic_sm90")
     with pytest.raises(ValueError, match="needs an NVIDIA GPU, this is cpu"):
         choose_attention([LAYER], 16, "bfloat16", "cpu", "mosaic_sm90")

@@ -126,6 +126,11 @@ def test_a_part_that_fails_doesnt_take_the_others_along(tmp_path, monkeypatch):
     assert "ZeroDivisionError" in found["ceilings"][0]["failed"] and len(found["uploads"]) == 4
 
 
+def test_a_model_that_isnt_here_is_no_fault_of_a_kernels(tmp_path):
+    found = results(tmp_path, *HERE, "--only", "text", "--model", str(tmp_path / "no-model"))
+    assert "no-model" in found["text"][0]["left out"]
+
+
 def test_a_part_that_isnt_there(capsys):
     with pytest.raises(SystemExit):
         bench_gpu.main(["--only", "numerics,nonsense"])

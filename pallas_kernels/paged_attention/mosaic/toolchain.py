@@ -6,6 +6,8 @@ import jax
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gpus import dotted
+
 # Loads of plain rows in the layout of a product's results, references as kernel operands, transposed references, mma.
 OLDEST_JAX = (0, 11, 2)
 # ptxas of these miscompiles causal attention (as JAX's own attention_mgpu says): from the first, before the second.
@@ -30,12 +32,10 @@ def as_version(number: int) -> tuple[int, int, int]:
 def refuses_versions(jax_version: tuple[int, ...], cuda: tuple[int, int, int] | None) -> str | None:
     """Why kernels aren't compiled with these; None if they are. An unknown CUDA is taken to be a good one."""
     if jax_version < OLDEST_JAX:
-        return f"it needs JAX {_dotted(OLDEST_JAX)} or newer, this is {_dotted(jax_version)}"
+        return f"it needs JAX {dotted(OLDEST_JAX)} or newer, this is {dotted(jax_version)}"
     first, fixed = MISCOMPILING
     if cuda is not None and first <= cuda < fixed:
-        return (
-            f"CUDA {_dotted(cuda)} miscompiles causal attention (from {_dotted(first)} on, fixed in {_dotted(fixed)})"
-        )
+        return f"CUDA {dotted(cuda)} miscompiles causal attention (from {dotted(first)} on, fixed in {dotted(fixed)})"
     return None
 
 
@@ -53,7 +53,3 @@ def store(to: Any, value: Array) -> None:
         plgpu.store(to, value, optimized=False)
     else:
         to[...] = value
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

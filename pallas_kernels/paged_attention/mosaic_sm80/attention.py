@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from jax.typing import DTypeLike
 
 from pallas_kernels.configurations import ASYNC_COPIES, TENSOR_CORES, WIDE_LOADS, KernelConfiguration
-from pallas_kernels.gpus import Device, current_device
+from pallas_kernels.gpus import Device, current_device, dotted
 from pallas_kernels.implementation import AttentionLayer
 from pallas_kernels.paged_attention.configurations import attention_configurations
 from pallas_kernels.paged_attention.mosaic.attention import BLOCK_SIZES, GROUPS, HEAD_DIMS, MosaicAttention
@@ -26,7 +26,9 @@ class MosaicSm80Attention(MosaicAttention):
     def refuses_device(self, device: Device) -> str | None:
         if device.capability in PROCESSORS:
             return None
-        return f"it needs a GPU of compute capability 8.x (Ampere, Ada), not {device.kind} ({device.capability})"
+        return (
+            f"it needs a GPU of compute capability 8.x (Ampere, Ada), not {device.kind} ({dotted(device.capability)})"
+        )
 
     def plan(self, layer: AttentionLayer, num_tokens: int, num_rows: int, block_size: int, causal: bool) -> Plan:
         device = current_device()

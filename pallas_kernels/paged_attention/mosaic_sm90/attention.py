@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.configurations import TMA_LOADS, WGMMA, KernelConfiguration
-from pallas_kernels.gpus import Device, current_device
+from pallas_kernels.gpus import Device, current_device, dotted
 from pallas_kernels.implementation import AttentionLayer
 from pallas_kernels.paged_attention.configurations import attention_configurations
 from pallas_kernels.paged_attention.mosaic.attention import BLOCK_SIZES, GROUPS, HEAD_DIMS, MosaicAttention
@@ -34,7 +34,7 @@ class MosaicSm90Attention(MosaicAttention):
     def refuses_device(self, device: Device) -> str | None:
         if device.capability == CAPABILITY:
             return None
-        return f"it needs a GPU of compute capability 9.0 (Hopper), not {device.kind} ({device.capability})"
+        return f"it needs a GPU of compute capability 9.0 (Hopper), not {device.kind} ({dotted(device.capability)})"
 
     def plan(self, layer: AttentionLayer, num_tokens: int, num_rows: int, block_size: int, causal: bool) -> Plan:
         gpu = current_device().gpu
