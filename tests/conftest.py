@@ -1,5 +1,6 @@
 """What all tests share: --all-models, models by name, hypothesis's settings, a cache of compiled programs."""
 
+import gc
 import hashlib
 import os
 import platform
@@ -78,6 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if not config.getoption("--all-models"):
                 reason = f"needs {marker.args[0]}: run scripts/test --all-models"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_in_memory_from_other_files() -> None:
+    """Each file starts in a process that has compiled nothing: what JAX finds in memory never hangs on other files."""
+    gc.collect()  # runners and models of the file before
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ References are in tests/cases: made by transformers on the same (dequantised) we
 """
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -68,6 +69,14 @@ def options(model: str, way: str) -> dict:
 def whole_prompts(model: str) -> LLM:
     """The one configuration that two tests share: compiling it takes longer than running it."""
     return LLM(loaded(model), **options(model, "whole prompts"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freed_afterwards() -> Iterator[None]:
+    """Three models and their executables are gigabytes, which nothing after this file wants."""
+    yield
+    whole_prompts.cache_clear()
+    loaded.cache_clear()
 
 
 class Recorder:

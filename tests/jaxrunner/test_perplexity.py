@@ -4,7 +4,8 @@ The numbers are transformers', see the "how" in tests/cases/perplexity.json.
 """
 
 import json
-from functools import cache
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ CASES = [
 pytestmark = pytest.mark.usefixtures("default_model")
 
 
-@cache
+@lru_cache(maxsize=1)  # one model at a time: they are gigabytes
 def llm_of(model: str) -> LLM:
     return LLM(
         model,
@@ -37,6 +38,12 @@ def llm_of(model: str) -> LLM:
         num_gpu_blocks_override=70,
         quiet=True,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freed_afterwards() -> Iterator[None]:
+    yield
+    llm_of.cache_clear()
 
 
 @pytest.mark.parametrize("model, text", CASES)
