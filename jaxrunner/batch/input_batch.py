@@ -126,6 +126,7 @@ class InputBatch:
         self.scheduled_each = 0  # what num_scheduled is in all rows, if that is one number, else 0
         self.drafts_each = 0
         self.any_drafts = False
+        self.next_drafts: Int32[np.ndarray, "R drafts_each"] | None = None  # if each row is its last token and these
         self.flags = 0
         self.longest = 0  # no request has more tokens; record_sampled looks closer when that could be too many
         # What holds until rows move again.
@@ -343,7 +344,7 @@ class InputBatch:
         The step's plan goes along, so this may also be called between ``update_states`` and ``prepare_inputs``.
         """
         self.rows.reorder(order)
-        n = len(order)
+        self.next_drafts, n = None, len(order)
         here = self.row_of_index[self.scheduled_indices] != NO_ROW
         if not here.all():  # some were aborted since they were scheduled
             self.scheduled_ids = list(compress(self.scheduled_ids, here))

@@ -70,12 +70,14 @@ def pack_equal(lists: list[Any], each: int) -> Int32[np.ndarray, "n"] | None:
         return None
     if len(data) != _MARSHAL_HEAD + len(lists) * record.itemsize:
         return None
-    written = np.frombuffer(data, record, len(lists), _MARSHAL_HEAD)
+    n, written = len(lists), np.frombuffer(data, record, len(lists), _MARSHAL_HEAD)
     items = written["items"]
-    # Up to the first thing that is something else, every label stands where it is looked for.
-    for labels, label in ((written["kind"], ord("[")), (written["count"], each), (items["kind"], ord("i"))):
-        if np.count_nonzero(labels == label) < labels.size:
-            return None
+    # Up to the first thing that is something else, every label stands where it is looked for. (As strings of bytes,
+    # which are compared and counted in a third of the time that arrays take.)
+    if written["kind"].tobytes().count(b"[") < n or items["kind"].tobytes().count(b"i") < n * each:
+        return None
+    if written["count"].tobytes() != each.to_bytes(4, "little") * n:
+        return None
     return items["value"].reshape(-1)
 
 

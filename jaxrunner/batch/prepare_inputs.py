@@ -116,6 +116,10 @@ def _write_tokens(batch: InputBatch, views: LayoutViews, n: int, t: int) -> None
     first = np.add(batch.row_starts, rows.computed, out=rows.cells)
     if each == 1:
         cells = first
+    elif batch.next_drafts is not None and each == 1 + batch.drafts_each:
+        out = views.token_ids[:t].reshape(n, each)
+        out[:, 0], out[:, 1:] = tokens[first], batch.next_drafts
+        return
     elif each:
         cells = (first[:, None] + batch.ascending[:each]).reshape(-1)
     elif n <= t // _LONG:

@@ -64,7 +64,7 @@ def record_tokens(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> Sampl
     if sampled.ndim != 2 or len(sampled) != n:
         raise ValueError(f"sampled must be [{n}, w] for the {n} rows of the step, got {list(sampled.shape)}")
     width, indices, known = sampled.shape[1], batch.row_indices, rows.known
-    if n and sampled.min() >= 0:
+    if width == 1 and n and sampled.min() >= 0:
         there = None  # all of them
     else:
         there = np.greater_equal(sampled.T, 0, order="C")  # [w, R]: a pass along the rows is a long one
@@ -83,7 +83,7 @@ def record_tokens(batch: InputBatch, sampled: Int32[np.ndarray, "R w"]) -> Sampl
     batch.longest += width
     if there is None:
         known += equal(n, width)
-        offsets = batch.ascending32[: n + 1] if width == 1 else batch.ascending32[: n + 1] * width
+        offsets = batch.ascending32[: n + 1]
         tokens = sampled.ravel()
     else:
         offsets = np.zeros(n + 1, np.int32)

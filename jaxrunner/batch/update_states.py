@@ -145,15 +145,22 @@ def _take_drafts(batch: InputBatch, plan: StepPlan) -> None:
         if batch.any_drafts:
             batch.num_draft_tokens[:] = 0
             batch.num_draft[:] = 0
-    batch.any_drafts, batch.drafts_each = drafts is not None, each
+    batch.any_drafts, batch.drafts_each, batch.next_drafts = drafts is not None, each, None
     if drafts is None:
         return
     indices = batch.scheduled_indices if each else batch.scheduled_indices[drafts.positions]
     if not same:
         batch.num_draft_tokens[indices] = drafts.lengths
         batch.num_draft[batch.scheduled_rows[drafts.positions]] = drafts.lengths
-    at = batch.token_starts[indices] + batch.num_tokens[indices]
-    if each:
-        batch.flat_token_ids[at[:, None] + batch.ascending[:each]] = drafts.token_ids.reshape(-1, each)
-    else:
+    if not each:
+        at = batch.token_starts[indices] + batch.num_tokens[indices]
         batch.flat_token_ids[runs(at, drafts.lengths)] = drafts.token_ids
+        return
+    rows, tokens = batch.by_row, drafts.token_ids.reshape(-1, each)
+    if batch.rows_in_order:
+        at = batch.row_starts + rows.known
+        if (rows.computed + rows.ones).tobytes() == rows.known.tobytes():
+            batch.next_drafts = tokens
+    else:
+        at = batch.token_starts[indices] + batch.num_tokens[indices]
+    batch.flat_token_ids[at[:, None] + batch.ascending[:each]] = tokens

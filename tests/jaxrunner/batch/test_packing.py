@@ -75,7 +75,7 @@ OTHER: dict[str, Any] = {
     "truncate_prompt_tokens": 4, "structured_outputs": {"regex": "a"}, "logit_bias": {3: 1.0},
     "allowed_token_ids": [3, 4], "bad_words": ["x"], "logits_processors": [print], "extra_args": {"a": 1},
     "flat_logprobs": True, "logprob_token_ids": [3], "skip_reading_prefix_cache": True, "thinking_token_budget": 3,
-    "repetition_detection": {"a": 1}, "bad_words_token_ids": [[3]],
+    "repetition_detection": {"max_pattern_size": 2, "min_count": 2}, "bad_words_token_ids": [[3]],
 }  # fmt: skip
 
 

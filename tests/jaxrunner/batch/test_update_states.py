@@ -115,3 +115,25 @@ def test_rows_that_moved_between_steps_have_their_own_counts() -> None:
     d.abort_now(0)
     d.swap_now(0, 1)
     d.step()
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=str)
+def test_drafts_follow_rows_that_move_before_the_upload(order: list[int]) -> None:
+    b = InputBatch(
+        max_num_reqs=2, max_model_len=16, max_num_batched_tokens=16, vocab_size=100, block_sizes=(4,),
+        num_speculative_tokens=2,
+    )  # fmt: skip
+    new = [NewRequestData(r, [5, 6], ([i + 1],)) for i, r in enumerate("AB")]
+    update_states(b, SchedulerOutput(new, num_scheduled_tokens={"A": 2, "B": 2}, total_num_scheduled_tokens=4))
+    record_sampled(b, np.array([[7], [8]], np.int32))
+    so = SchedulerOutput(
+        scheduled_cached_reqs=CachedRequestData(["A", "B"], set(), [([3],), ([4],)], [2, 2], [1, 1]),
+        num_scheduled_tokens={"A": 3, "B": 3},
+        total_num_scheduled_tokens=6,
+        scheduled_spec_decode_tokens={"A": [11, 12], "B": [21, 22]},
+    )
+    update_states(b, so)
+    b.reorder(order)
+    inputs = prepare_inputs(b, so, StepShapes(16, 2, 2, min_block_size=4))
+    tokens = [[7, 11, 12], [8, 21, 22]]
+    assert inputs["token_ids"][:6].tolist() == tokens[order[0]] + tokens[order[1]]
