@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from numbers import Real
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -27,7 +28,7 @@ class RequestOutputKind(Enum):
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):  # NumPy's are Real
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
 

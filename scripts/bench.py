@@ -12,7 +12,8 @@ Examples:
 Compilation, warm-up and the measured run are apart: executables are compiled first, a few requests run unmeasured, and
 a compilation within the measured run is counted and reported (it must be 0). Latencies have the definitions of vLLM's
 bench: TTFT from a request's arrival, TPOT = (t_last - t_first) / (N - 1), undefined below two tokens, ITL as the
-sequence of gaps. Requests ignore end-of-sequence tokens, so that each has its planned length.
+sequence of gaps. Requests ignore end-of-sequence tokens, so that each has its planned length. draft_tokens and
+accepted_tokens are there for logs of engines that speculate; this one proposes no drafts, so both are 0.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_normalised_once_and_immutable() -> None:
 def test_what_is_accepted_as_it_comes() -> None:
     """NumPy's integers, JSON's string keys, repeated stop tokens, vLLM's seed of -1."""
     params = SamplingParams(
-        stop_token_ids=[np.int64(3), 3, 5], top_k=np.int32(4), logit_bias={"7": 1, 8: -200}, seed=-1
+        stop_token_ids=[np.int64(3), 3, 5], top_k=np.int32(4), logit_bias={"7": 1, 8: np.float32(-200)}, seed=-1
     )
     assert params.stop_token_ids == (3, 5) and params.top_k == 4 and params.seed is None
     assert params.logit_bias == {7: 1.0, 8: -100.0}
