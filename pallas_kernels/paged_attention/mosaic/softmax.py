@@ -68,17 +68,10 @@ def over_tiles[State](
     plan: Plan,
 ) -> State:
     """Calls tile(j, state, masked) for the piece's K/V tiles, in order."""
-    if plan.window is None:
-        state = lax.fori_loop(whole_from, whole_until, lambda j, s: tile(j, s, False), state)
-        return lax.fori_loop(whole_until, piece.end, lambda j, s: tile(j, s, True), state)
-
-    def half(i: Array, state: State) -> State:
-        """Masked tiles, and then (at first) whole ones: the code of each kind of tile is there once."""
-        begin, end = jnp.where(i == 0, piece.begin, whole_until), jnp.where(i == 0, whole_from, piece.end)
-        state = lax.fori_loop(begin, end, lambda j, s: tile(j, s, True), state)
-        return lax.fori_loop(end, jnp.where(i == 0, whole_until, end), lambda j, s: tile(j, s, False), state)
-
-    return lax.fori_loop(0, 2, half, state)
+    if plan.window is not None:
+        state = lax.fori_loop(piece.begin, whole_from, lambda j, s: tile(j, s, True), state)
+    state = lax.fori_loop(whole_from, whole_until, lambda j, s: tile(j, s, False), state)
+    return lax.fori_loop(whole_until, piece.end, lambda j, s: tile(j, s, True), state)
 
 
 def first_maximum(
