@@ -15,11 +15,12 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from jaxrunner.batch import InputBatch
+from jaxrunner.batch import InputBatch, StepInputs
 from jaxrunner.sampling_columns import FIRST_CUSTOM
 from jaxrunner.sampling_params import SamplingParams
 
 State = Mapping[str, Any]
+CustomEntry = tuple[int, int, dict[str, np.ndarray]]  # processor, request index, its columns
 
 
 class LogitsProcessor(ABC):
@@ -98,8 +99,17 @@ class CustomStates:
         """The keys that some processor reads."""
         return frozenset(key for p in self._processors for key in p.extra_args)
 
-    def uploads(self, batch: InputBatch, entered: Sequence[int]) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
-        """(processor, request index, its columns) of requests that entered."""
+    def enter(self, batch: InputBatch, inputs: StepInputs) -> list[CustomEntry]:
+        """What has to be uploaded for the requests that enter with this step; the step's own upload gets the flags of
+        the processors that its rows use.
+        """
+        if not self._processors:
+            return []
+        entries = list(self._entries(batch, inputs.entered))
+        inputs["flags"][0] |= self._flags(batch)
+        return entries
+
+    def _entries(self, batch: InputBatch, entered: Sequence[int]) -> Iterator[CustomEntry]:
         for k, processor in enumerate(self._processors):
             for index in entered:
                 state = batch.requests[batch.req_ids[batch.row_of_index[index]]]
@@ -113,7 +123,7 @@ class CustomStates:
                         {"used": np.asarray(columns is not None, np.int32), **(columns or processor.columns)},
                     )
 
-    def flags(self, batch: InputBatch) -> int:
+    def _flags(self, batch: InputBatch) -> int:
         """Bits of the processors that some row uses."""
-        used = self._used[:, batch.row_indices].any(axis=1) if len(self._processors) else ()
+        used = self._used[:, batch.row_indices].any(axis=1)
         return sum(FIRST_CUSTOM << k for k, any_row in enumerate(used) if any_row)

@@ -34,5 +34,5 @@ def nothing_left(params: SamplingParams, new_token_ids: Sequence[int]) -> str | 
     who += ["bad_words"] if params.bad_words_token_ids else []
     who += ["a logits processor"] if params.extra_args or not who else []
     if params.structured_outputs is None:
-        return f"no token is left to sample: {' and '.join(who)} rule out all there are"
-    return f"its structured output can't go on: {' and '.join(who)} rule out all that would fit"
+        return f"no token is left to sample: all there are are ruled out by {' and '.join(who)}"
+    return f"its structured output can't go on: all that would fit is ruled out by {' and '.join(who)}"

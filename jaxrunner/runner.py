@@ -29,7 +29,7 @@ from jaxrunner.executables import StepExecutables
 from jaxrunner.grammar_masks import GrammarMasks
 from jaxrunner.invariants import check_invariants
 from jaxrunner.kv_cache.allocate import KVCachePlan, abstract_caches, allocate_caches, plan_caches
-from jaxrunner.logits_processors import CustomStates, LogitsProcessor, init_custom
+from jaxrunner.logits_processors import CustomEntry, CustomStates, LogitsProcessor, init_custom
 from jaxrunner.logprobs_lists import check_logprobs
 from jaxrunner.model_step import model_step
 from jaxrunner.pending import DeviceOutputs, Pending, SegmentTimes
@@ -261,6 +261,7 @@ class ModelRunner:
         shapes = self.shapes if self.background is None else self.background.ready
         with segment("prepare"):
             inputs = prepare_inputs(self.batch, scheduler_output, shapes, buffers=self._buffers)
+            custom = self._custom.enter(self.batch, inputs)
         packed = clock()
         record = None if recorder is None else recorder.begin(scheduler_output, inputs)
         recording = clock()
@@ -270,7 +271,7 @@ class ModelRunner:
             check_invariants(self.batch, scheduler_output, inputs)
         prepared = clock()
         with segment("dispatch"):
-            outputs = self._dispatch(scheduler_output, inputs, return_logits)
+            outputs = self._dispatch(scheduler_output, inputs, custom, return_logits)
         dispatched = clock()
         self._pending = Pending(self, inputs, outputs, record)
         prepare = packed - updated + prepared - recording
@@ -280,11 +281,13 @@ class ModelRunner:
             record.segments = segments
         return self._pending
 
-    def _dispatch(self, so: SchedulerOutput, inputs: StepInputs, return_logits: bool) -> DeviceOutputs:
+    def _dispatch(
+        self, so: SchedulerOutput, inputs: StepInputs, custom: list[CustomEntry], return_logits: bool
+    ) -> DeviceOutputs:
         run, shape = self.executables, inputs.shape
         forward = run.forward(shape)
         head = run.head(shape.num_logits, return_logits=return_logits)
-        for upload, arguments in uploads_ahead(run, self.batch, so, inputs, self._custom):
+        for upload, arguments in uploads_ahead(run, self.batch, so, inputs, custom):
             self.state = upload(self.state, *arguments)
         hidden, head_inputs, self.kv_caches, self.state, all_hidden = forward(
             self.params, self.kv_caches, self.state, inputs.buffer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from jaxrunner.batch import InputBatch, StepInputs
 from jaxrunner.executables import ENTER_CAPACITY, TABLE_CAPACITY, StepExecutables
 from jaxrunner.grammar_masks import grammar_uploads
-from jaxrunner.logits_processors import CustomStates
+from jaxrunner.logits_processors import CustomEntry
 from jaxrunner.protocol import SchedulerOutput
 from jaxrunner.sampling_columns import RECORD_WORDS
 
@@ -18,11 +18,14 @@ _PADDING_INDEX = np.iinfo(np.int32).max  # past every table: a scatter drops it
 
 
 def uploads_ahead(
-    run: StepExecutables, batch: InputBatch, so: SchedulerOutput, inputs: StepInputs, custom: CustomStates
+    run: StepExecutables, batch: InputBatch, so: SchedulerOutput, inputs: StepInputs, custom: Iterable[CustomEntry]
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """(executable, what it takes after the device's state), in the order in which they are to run.
 
-    Each returns the new state. On the way the flags of logits processors are set in the step's own upload.
+    Each returns the new state.
+
+    Args:
+        custom: what ``CustomStates.enter`` gave for the step.
     """
     entered = inputs.entered
     for at in range(0, len(entered), ENTER_CAPACITY):
@@ -36,9 +39,8 @@ def uploads_ahead(
         tables = batch.tables_of(index)
         if tables is not None:
             yield run.enter_tables(), (np.int32(index), tables)
-    for k, index, row in custom.uploads(batch, entered):
+    for k, index, row in custom:
         yield run.enter_custom(k), (np.int32(index), row)
-    inputs["flags"][0] |= custom.flags(batch)
     for updates in inputs.overflow:
         for at in range(0, len(updates.cells), TABLE_CAPACITY):
             part_cells = updates.cells[at : at + TABLE_CAPACITY]

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrunner.pooling import PoolingParams
 from jaxrunner.protocol import BlockIds, CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from jaxrunner.repetition import RepetitionDetectionParams
-from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
 from jaxrunner.structured_outputs import StructuredOutputsParams
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -177,6 +177,8 @@ def params_from_json(written: Mapping[str, Any]) -> SamplingParams:
     values = dict(written)
     if values.get("logit_bias") is not None:
         values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
+    if "output_kind" in values:
+        values["output_kind"] = RequestOutputKind[values["output_kind"]]
     return SamplingParams(**values)
 
 
@@ -185,6 +187,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, RequestOutputKind):
+        return value.name
     if isinstance(value, StructuredOutputsParams | RepetitionDetectionParams):
         return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):

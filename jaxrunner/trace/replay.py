@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrunner.batch import NOT_SAMPLED, prepare_inputs, record_sampled, update_states
 from jaxrunner.protocol import SchedulerOutput
+from jaxrunner.sampling_columns import FIRST_CUSTOM
 from jaxrunner.shapes import ExecutionMode, StepShape, StepShapes
 from jaxrunner.trace.encode import Encoder, Geometry, StepRecord
 from jaxrunner.trace.format import ARRAYS
@@ -107,6 +108,8 @@ class HostStepper:
             mode = ExecutionMode[recorded["mode"]]
             shape = StepShape(bucket["tokens"], bucket["requests"], bucket["logits_rows"], mode, bucket["uniform"])
             inputs = prepare_inputs(self._batch, plan, _shapes_of(g, shape), shape=shape)
+            # Logits processors are no part of a trace, so which of them a step used is taken from it as well.
+            inputs["flags"][0] |= recorded["flags"] & -FIRST_CUSTOM
             record.buffer, record.layout, record.shape = inputs.buffer.tobytes(), inputs.layout, inputs.shape
             record.req_ids, record.overflow = inputs.req_ids, inputs.overflow
             sampled = recorded["sampled"]

@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, LogitsProcessor, SamplingParams
+from jaxrunner import LLM, LogitsProcessor, RequestOutputKind, SamplingParams
+from jaxrunner.sampling_columns import FIRST_CUSTOM
+from jaxrunner.trace import HostStepper, TraceChecker, open_trace, replay
 from tests.jaxrunner.chain import successor_logits, write_chain
 from tests.jaxrunner.small_llm import OPTIONS
 
@@ -81,7 +83,7 @@ def test_preempted_requests_go_on_where_they_were(llm, folder):
 def test_one_that_leaves_nothing_ends_its_request_with_the_reason(llm, fields):
     each = [params(-6, logprobs=2, prompt_logprobs=1, **fields), params(3, seed=1), params(seed=2)]
     stuck, *others = llm.generate([[5]] * 3, each, use_tqdm=False)
-    assert stuck.error == "no token is left to sample: a logits processor rule out all there are"
+    assert stuck.error == "no token is left to sample: all there are are ruled out by a logits processor"
     assert (stuck.outputs[0].finish_reason, stuck.outputs[0].token_ids) == ("error", [])
     assert list(stuck.outputs[0].logprobs) == [] and stuck.finished
     assert [o.outputs[0].token_ids for o in others] == say(llm, [[5]] * 2, each[1:])
@@ -111,3 +113,16 @@ def test_a_state_of_another_shape_than_declared_is_named(folder):
 
     with pytest.raises(ValueError, match=r"Wrong.enter gave left as \[3\], declared is \[\]"):
         LLM(folder, logits_processors=[Wrong()], **OPTIONS).generate([[5]], params(1), use_tqdm=False)
+
+
+def test_a_trace_of_its_steps_is_clean_and_can_be_replayed(folder, tmp_path):
+    """The flags of the processors are part of the upload that is recorded."""
+    llm = LLM(folder, logits_processors=[Budget()], trace=tmp_path / "t.jsonl", **OPTIONS)
+    each = [params(2, seed=1, output_kind=RequestOutputKind.DELTA), params(seed=2), params(-6, seed=3)]
+    assert len(list(llm.stream([[5]] * 3, each))) > 20
+    llm.runner.recorder.close()
+    trace = open_trace(tmp_path / "t.jsonl")
+    assert any(line["flags"] >= FIRST_CUSTOM for line in trace.steps())
+    checker = TraceChecker(trace.geometry)
+    assert [finding for line in trace.lines() if (finding := checker.check(line))] == []
+    assert replay(trace.lines(), HostStepper(trace.geometry))[1] is None

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrunner.pooling import PoolingParams
 from jaxrunner.protocol import GrammarOutput, NewRequestData, SchedulerOutput
-from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.sampling_params import RequestOutputKind, SamplingParams
 from jaxrunner.structured_outputs import StructuredOutputsParams
 from jaxrunner.trace.plan_json import plan_from_json, plan_to_json, snapshot
 
@@ -18,7 +18,12 @@ def back(plan: SchedulerOutput) -> SchedulerOutput:
 
 def test_structured_outputs_and_their_masks_come_back():
     mask = np.random.default_rng(0).integers(-(2**31), 2**31, (2, 5)).astype(np.int32)
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]), stop_token_ids=[np.int64(3)])
+    params = SamplingParams(
+        structured_outputs=StructuredOutputsParams(choice=["a", "b"]),
+        stop_token_ids=[np.int64(3)],
+        repetition_detection={"max_pattern_size": 3, "min_count": 2},
+        output_kind=RequestOutputKind.DELTA,  # as streams have it
+    )
     plan = SchedulerOutput(
         scheduled_new_reqs=[NewRequestData("a", np.arange(3), ([1],), 0, params)],
         num_scheduled_tokens={"a": 3},
