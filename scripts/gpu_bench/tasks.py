@@ -17,9 +17,9 @@ class Limits(NamedTuple):
 # In order of value. "device" always comes first: it says what there is.
 PARTS = {
     "device": Limits(0, 60),
-    "numerics": Limits(25, 75),
+    "numerics": Limits(25, 90),
     "ceilings": Limits(15, 40),
-    "attention": Limits(25, 75),
+    "attention": Limits(25, 90),
     "writes": Limits(15, 40),
     "torch": Limits(40, 70),
     "uploads": Limits(10, 30),
