@@ -84,7 +84,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     simulation = parser.add_argument_group("simulation of --arrivals")
     simulation.add_argument("--speed", type=float, default=1.0, metavar="X", help="the trace runs X times as fast")
-    simulation.add_argument("--max-model-len", type=positive, default=16384, metavar="N", help="default: %(default)s")
+    simulation.add_argument(
+        "--max-model-len", type=positive, default=16384, metavar="N", help="cuts longer ones (default: %(default)s)"
+    )
     simulation.add_argument("--max-steps", type=positive, metavar="N", help="stop after so many steps")
     simulation.add_argument("--save-trace", metavar="FILE", help="keep the simulated steps (.jsonl or .jsonl.gz)")
     output = parser.add_argument_group("output")
