@@ -76,7 +76,8 @@ class RunnerConfig:
             False: nowhere.
         executables: folder that ``runner.executables.save`` of an earlier run wrote: programs are taken from there,
             and only those it lacks are compiled. Refused (``SavedExecutablesError``) if it is of another device kind,
-            JAX version, model, limits or project version. Its files are unpickled: name only folders you trust.
+            number of processors, JAX version, model, limits or project version. Its files are unpickled: name only
+            folders you trust.
         trace: file to which a record of every step is written (``jaxrunner.trace``); None: nowhere.
 
     Raises:

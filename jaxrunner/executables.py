@@ -333,7 +333,8 @@ class StepExecutables(ExecutableStore):
         The folder's files are unpickled: load only what you or somebody you trust has saved.
 
         Raises:
-            SavedExecutablesError: they are of another device kind, JAX version, model, limits or project version.
+            SavedExecutablesError: they are of another device kind, number of processors, JAX version, model, limits or
+                project version.
         """
         self.saved = SavedExecutables(Path(folder), self._fingerprint())
         return len(self.saved.names)

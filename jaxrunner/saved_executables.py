@@ -15,7 +15,7 @@ from jax.experimental import serialize_executable
 
 import models
 import pallas_kernels
-from jaxrunner.compilation_cache import without_compilation_cache
+from jaxrunner.compilation_cache import count_processors, without_compilation_cache
 
 _MANIFEST = "executables.json"
 # Whatever is in these decides what a program computes.
@@ -68,8 +68,8 @@ class SavedExecutables:
         names: of those there are.
 
     Raises:
-        SavedExecutablesError: there are none in the folder, or they fit another device kind, JAX version, model,
-            limits or project version.
+        SavedExecutablesError: there are none in the folder, or they fit another device kind, number of processors, JAX
+            version, model, limits or project version.
     """
 
     def __init__(self, folder: Path, fingerprint: Any) -> None:
@@ -100,6 +100,8 @@ def _facts(fingerprint: Any) -> dict[str, Any]:
     return {
         "platform": device.platform,
         "device kind": device.device_kind,
+        # XLA divides a program's work among them when it compiles for CPUs.
+        "number of processors": count_processors() if device.platform == "cpu" else None,
         "JAX version": jax.__version__,
         "jaxlib version": jaxlib.__version__,
         "model and limits": hashlib.sha256(repr(fingerprint).encode()).hexdigest(),

@@ -1,5 +1,6 @@
 """The persistent cache keeps small and quick programs too, also in a folder that JAX was set to before."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxrunner.compilation_cache import use_compilation_cache
+from jaxrunner.compilation_cache import count_processors, use_compilation_cache
 
 NAMES = (
     "jax_compilation_cache_dir",
@@ -32,7 +33,19 @@ def jax_of_a_user(tmp_path: Path) -> Iterator[Path]:
 def test_every_program_is_kept(jax_of_a_user: Path, given: str | None) -> None:
     folder = None if given is None else jax_of_a_user if given == "same" else jax_of_a_user / "other"
     use_compilation_cache(folder)
-    assert [getattr(jax.config, name) for name in NAMES] == [str(folder or jax_of_a_user), 0.0, 0]
+    expected = jax_of_a_user if folder is None else folder / f"processors-{count_processors()}"
+    assert [getattr(jax.config, name) for name in NAMES] == [str(expected), 0.0, 0]
+
+
+def test_programs_divided_among_other_numbers_of_processors_are_kept_apart(
+    jax_of_a_user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = set()
+    for processors in ({0}, {0, 1, 5}, {3}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, processors=processors: processors, raising=False)
+        use_compilation_cache(jax_of_a_user / "other")
+        folders.add(jax.config.jax_compilation_cache_dir)
+    assert folders == {str(jax_of_a_user / "other" / f"processors-{n}") for n in (1, 3)}
 
 
 def test_false_leaves_jax_alone(jax_of_a_user: Path) -> None:
@@ -42,6 +55,6 @@ def test_false_leaves_jax_alone(jax_of_a_user: Path) -> None:
 
 def test_a_folder_that_can_not_be_made_is_named(jax_of_a_user: Path) -> None:
     (jax_of_a_user / "file").touch()
-    with pytest.raises(ValueError, match="compilation_cache: the folder .*file/below can't be made .*Not a directory"):
+    with pytest.raises(ValueError, match="compilation_cache: the folder .*below.* can't be made .*Not a directory"):
         use_compilation_cache(jax_of_a_user / "file" / "below")
     assert jax.config.jax_compilation_cache_dir == str(jax_of_a_user)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrunner.compilation_cache import count_processors
 from jaxrunner.compilation_counter import CompilationCounter
 from jaxrunner.config import RunnerConfig
 from jaxrunner.executable_store import ExecutableStore
@@ -119,6 +120,9 @@ def test_saved_executables_run_without_compiling(fixture, full, tmp_path) -> Non
         (tmp_path / "executables.json").write_text(json.dumps(manifest | {fact: "another"}))
         with pytest.raises(SavedExecutablesError, match=f"do not fit: their {fact} is 'another', here it is '"):
             again.executables.load(tmp_path)
+    (tmp_path / "executables.json").write_text(json.dumps(manifest | {"number of processors": 1000}))
+    with pytest.raises(SavedExecutablesError, match=f"processors is 1000, here it is {count_processors()}"):
+        again.executables.load(tmp_path)
     with pytest.raises(SavedExecutablesError, match="no saved executables in "):
         runner_of(fixture, executables=str(tmp_path / "nowhere"))
 
