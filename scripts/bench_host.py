@@ -59,7 +59,7 @@ def measure(config: TraceConfig, repeats: int, clock: str, on_step: Any) -> dict
                 time_phases(config, yardstick, check=check, lists=not check, clock=CLOCKS[clock], on_step=on_step)
             )
     membership, upload = time_details(config, DETAILS, on_step)
-    bare = time_bare(config, CLOCKS[clock], on_step)
+    bare = time_bare(config, yardstick, CLOCKS[clock], on_step)
 
     def median(values: Iterable[float]) -> float:
         return float(np.median(list(values)))
@@ -73,13 +73,14 @@ def measure(config: TraceConfig, repeats: int, clock: str, on_step: Any) -> dict
         "before_forward_us": median(r.median(before) for r in plain),
         "record_us": median(r.median(record) for r in plain),
         "record_flat_us": median(r.median(record) for r in checked),
-        "bare_us": median(bare),
+        "bare_us": bare.median("bare"),
         "membership_us": median(membership),
         "upload_us": median(upload),
         "validation_us": median(r.median(before) for r in checked) - median(r.median(before) for r in plain),
         "p99_us": {name: median(np.percentile(r.phases[name], 99) for r in plain) for name in plain[0].phases},
         "floor_us": median(np.median(r.floor) for r in plain),
         "ratio_to_floor": median(r.in_floors(before) for r in plain),
+        "bare_to_floor": bare.in_floors("bare"),
         "record_to_floor": median(r.in_floors(record) for r in plain),
         "record_flat_to_floor": median(r.in_floors(record) for r in checked),
         "validation_to_floor": median(r.in_floors(before) for r in checked)
@@ -99,8 +100,9 @@ def as_table(rows: Sequence[dict[str, Any]]) -> Table:
         title="Host path, microseconds a step: median / p99",
         caption="× floor: a multiple of the yardstick, block by block, so that a change of the machine's speed cancels",
     )
-    heads = ("scenario", "reqs", "update", "prepare", "before\nforward", "×\nfloor", "bare", "record", "×\nfloor",
-             "no\nlists", "×\nfloor", "member-\nship", "vali-\ndation", "×\nfloor", "upload", "floor")  # fmt: skip
+    heads = ("scenario", "reqs", "update", "prepare", "before\nforward", "×\nfloor", "bare", "×\nfloor",
+             "record", "×\nfloor", "no\nlists", "×\nfloor", "member-\nship", "vali-\ndation", "×\nfloor",
+             "upload", "floor")  # fmt: skip
     for head in heads:
         table.add_column(head, justify="left" if head == "scenario" else "right", no_wrap=True)
     for row in rows:
@@ -113,6 +115,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['before_forward_us']:.0f}/{row['p99_us']['before_forward']:.0f}",
             f"{row['ratio_to_floor']:.2f}",
             f"{row['bare_us']:.0f}",
+            f"{row['bare_to_floor']:.2f}",
             both["record_sampled"],
             f"{row['record_to_floor']:.2f}",
             f"{row['record_flat_us']:.0f}",

@@ -14,7 +14,8 @@ from time import perf_counter_ns
 import numpy as np
 
 from jaxrunner.protocol import SchedulerOutput
-from scripts.host_bench.replay import in_blocks
+from scripts.host_bench.floor import Yardstick
+from scripts.host_bench.replay import Replay, in_blocks
 from scripts.host_bench.workload import TraceConfig, trace
 
 
@@ -83,15 +84,20 @@ def _put(table: np.ndarray, rows: np.ndarray, starts: np.ndarray, lists: Collect
 
 
 def time_bare(
-    config: TraceConfig, clock: Callable[[], int] = perf_counter_ns, on_step: Callable[[], object] = lambda: None
-) -> np.ndarray:
-    """Microseconds of each measured step of the trace. Sampled tokens are not taken in: that is no part of it."""
-    work, times = BareWork(config), list[int]()
+    config: TraceConfig,
+    yardstick: Yardstick,
+    clock: Callable[[], int] = perf_counter_ns,
+    on_step: Callable[[], object] = lambda: None,
+) -> Replay:
+    """The phase "bare" of each measured step. Sampled tokens are not taken in: that is no part of it."""
+    work, times, floor = BareWork(config), list[int](), list[float]()
     for steps in in_blocks(trace(config)):
+        if steps[0].measured:
+            floor.append(yardstick.sample())
         for step in steps:
             start = clock()
             work.step(step.scheduler_output)
             if step.measured:
                 times.append(clock() - start)
             on_step()
-    return np.array(times) / 1e3
+    return Replay({"bare": np.array(times) / 1e3}, np.array(floor))
