@@ -72,8 +72,8 @@ class RunnerConfig:
         seed: of the engine; requests without a seed derive theirs from it.
         max_logprobs: the most likely tokens of which a request may want the log probabilities; -1: all. Every step
             has room for as many, so all cost memory: 8 bytes x vocabulary x logits rows.
-        compilation_cache: folder in which compiled programs are kept between runs; None: the user's cache folder;
-            False: nowhere.
+        compilation_cache: folder in which (on CPUs, in one of its folders for each number of processors) compiled
+            programs are kept between runs; None: the user's cache folder; False: nowhere.
         executables: folder that ``runner.executables.save`` of an earlier run wrote: programs are taken from there,
             and only those it lacks are compiled. Refused (``SavedExecutablesError``) if it is of another device kind,
             number of processors, JAX version, model, limits or project version. Its files are unpickled: name only

@@ -64,7 +64,8 @@ class ExecutableStore:
         self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any], donate: tuple[int, ...]
     ) -> Compiled:
         start = time.perf_counter()
-        self._counter.cached(), self._counter.compiled()  # forgets what was before
+        self._counter.cached()  # forgets what was before
+        self._counter.compiled()
         executable = self.saved.load(name) if self.saved is not None else None
         cached: bool | None = True
         fresh = False

@@ -161,17 +161,19 @@ class _Vocabulary:
         self.eos_token_id, self.bos_token_id = eos[0], tokenizer.bos_token_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         self.special_token_ids = sorted(i for i in tokenizer.special_token_ids if i < vocab_size)
-        special = {*self.special_token_ids, *eos}
+        self._special = special = {*self.special_token_ids, *eos}
         self._ids = {text: i for i, text in reversed([*enumerate(self.tokens)]) if text and i not in special}
         self._longest = max(map(len, self._ids), default=0)
         self.spells_ascii = all(bytes([byte]) in self._ids for byte in range(0x20, 0x7F))
 
     def __call__(self, text: str) -> list[int]:
         """Tokens that spell this text exactly, wherever it stands in another. What a tokenizer makes of it at the
-        beginning may not: SentencePiece puts a space in front, and some have an "unknown" token.
+        beginning may not: SentencePiece puts a space in front, some have an "unknown" token, and all take the name
+        of a special token for that token.
         """
         ids, wanted = self._tokenizer.encode(text, add_special_tokens=False), text.encode()
-        if b"".join(self.tokens[i] for i in ids) == wanted:
+        plain = all(i < len(self.tokens) and i not in self._special for i in ids)
+        if plain and b"".join(self.tokens[i] for i in ids) == wanted:
             return ids
         return self._longest_first(wanted)
 

@@ -135,8 +135,8 @@ class ModelRunnerOutput:
             ``jaxrunner.sampling_columns``) where every token was ruled out: such a request must end.
         flat_token_ids, token_offsets: the same tokens as arrays: row r has
             flat_token_ids[token_offsets[r] : token_offsets[r + 1]]. None from runners that only give lists.
-        logprobs: a row for each of ``req_ids``, if any request wants them; what stands in rows without a token means
-            nothing.
+        logprobs: a row for each of ``req_ids``, if any request wants them; what stands in rows without a token, or
+            with NO_TOKEN, means nothing.
         prompt_logprobs_dict: of each prompt that is complete with this step and wants them: those of its tokens from
             the second on.
         pooler_output: if a prompt that is pooled was in the step, for each row its embedding, float32 [D], or None

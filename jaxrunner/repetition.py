@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 MAX_PATTERN_SIZE = 2048  # vLLM's default for its servers; every size costs time at every token
 _FIRST_LOOK = 16  # tokens: most patterns fail in the first few, and need no more
@@ -34,8 +35,9 @@ class RepetitionDetectionParams:
             ("min_count", 2 if self.max_pattern_size else 0, 2**31 - 1),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            if isinstance(value, bool) or not isinstance(value, SupportsIndex) or not low <= index(value) <= high:
                 raise ValueError(f"repetition_detection.{name} must be an integer from {low} to {high}, got {value!r}")
+            object.__setattr__(self, name, index(value))  # a NumPy integer becomes a plain one
         if self.min_pattern_size > self.max_pattern_size:
             raise ValueError(
                 f"repetition_detection.min_pattern_size ({self.min_pattern_size}) is greater than max_pattern_size"

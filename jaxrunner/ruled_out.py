@@ -32,7 +32,7 @@ def nothing_left(params: SamplingParams, new_token_ids: Sequence[int]) -> str | 
         return None
     who = ["allowed_token_ids"] if params.allowed_token_ids is not None else []
     who += ["bad_words"] if params.bad_words_token_ids else []
-    who += ["a logits processor"] if params.extra_args or not who else []
+    who += ["a logits processor"]
     if params.structured_outputs is None:
-        return f"no token is left to sample: all there are are ruled out by {' and '.join(who)}"
-    return f"its structured output can't go on: all that would fit is ruled out by {' and '.join(who)}"
+        return f"no token is left to sample: all there are are ruled out by {' or '.join(who)}"
+    return f"its structured output can't go on: all that would fit is ruled out by {' or '.join(who)}"

@@ -48,7 +48,8 @@ def save_executables(folder: Path, compiled: Mapping[str, Saveable], fingerprint
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
-    for number, (name, entry) in enumerate(compiled.items()):
+    # A copy, since some may still be compiled in the background.
+    for number, (name, entry) in enumerate(dict(compiled).items()):
         files[name] = f"{number}.bin"
         executable = entry.executable
         if not entry.fresh and entry.compile_anew is not None:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
 
-from scripts.command import run_command
+from scripts.command import output_file, run_command
 from scripts.gpu_bench.child import failure
 from scripts.gpu_bench.processes import Died, Processes
 from scripts.gpu_bench.tasks import PARTS, Task, groups
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="that writes the texts")
     parser.add_argument("--budget", type=float, default=330.0, metavar="S", help="seconds for all (default: 330)")
     parser.add_argument("--torch-python", metavar="PYTHON", help="of an environment with PyTorch")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, after every row")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there, after every row")
     parser.add_argument(
         "--one-process", action="store_true", help="all in this process, without limits: for a debugger or a profiler"
     )

@@ -37,7 +37,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from scripts.command import run_command  # noqa: E402
+from scripts.command import output_file, run_command  # noqa: E402
 from scripts.host_bench.bare import time_bare  # noqa: E402
 from scripts.host_bench.floor import Yardstick  # noqa: E402
 from scripts.host_bench.profile import LEAST_STEPS, profile  # noqa: E402
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="show the N statements that take most, of each row (default %(const)s); the file gets all of them",
     )
     parser.add_argument("--check", action="store_true", help="compare every array with the reference, time nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows here")
     arguments = parser.parse_args(argv)
     todo, rows = configs(arguments), list[dict[str, Any]]()
     console = Console()

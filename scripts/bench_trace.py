@@ -28,7 +28,7 @@ from jaxrunner.batch import BufferRing, InputBatch, prepare_inputs, record_sampl
 from jaxrunner.protocol import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
 from jaxrunner.shapes import StepShapes  # noqa: E402
 from jaxrunner.trace import Geometry, StepRecorder  # noqa: E402
-from scripts.command import run_command  # noqa: E402
+from scripts.command import positives, run_command  # noqa: E402
 from scripts.tables import show_table  # noqa: E402
 
 PROMPT, BLOCKS, WARM_UP = 100, 40, 50
@@ -97,14 +97,14 @@ def model(name: str, rounds: int, folder: Path) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reqs", default="64", help="requests that decode, comma separated (default: 64)")
+    parser.add_argument("--reqs", type=positives, default="64", help="requests that decode, with commas (default: 64)")
     parser.add_argument("--steps", type=int, default=300, help="measured steps (default: 300)")
     parser.add_argument("--model", help="also run this model with and without a trace")
     parser.add_argument("--rounds", type=int, default=4, help="of the model's runs (default: 4)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        rows = [host(int(n), args.steps, Path(folder) / "h.jsonl") for n in args.reqs.split(",")]
+        rows = [host(n, args.steps, Path(folder) / "h.jsonl") for n in args.reqs]
         whole = model(args.model, args.rounds, Path(folder)) if args.model else None
     if args.json:
         print(json.dumps({"host": rows, "model": whole}))

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 READER_IS_GONE = 141  # what a shell sees of a command that SIGPIPE ends
@@ -22,6 +23,8 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         try:
             code = main()
         except SystemExit as end:  # argparse's, too: --help is piped as well
+            if isinstance(end.__context__, BrokenPipeError):  # rich's way of ending
+                raise end.__context__ from None
             code = end.code
         except KeyboardInterrupt:
             code = 130
@@ -55,6 +58,19 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"an integer of at least 1 is needed, got {text!r}")
     return value
+
+
+def positives(text: str) -> list[int]:
+    """For argparse: integers of at least 1 with commas between."""
+    return [positive(part) for part in text.split(",")]
+
+
+def output_file(text: str) -> Path:
+    """For argparse: a file that can be written, as far as its folder shows; long work comes before the writing."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"a file in a folder that exists is needed, got {text!r}")
+    return path
 
 
 def with_flags(message: str, options: argparse.Namespace) -> str:

@@ -233,6 +233,30 @@ def test_vocabularies_that_spell_texts_otherwise(tokenizer, tmp_path):
             assert re.fullmatch("ab[cd]+|abcab", output.text)
 
 
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [
+        ({"choice": ["a<|end|>b"]}, ["a<|end|>b"]),
+        ({"choice": ["<|img|>x"]}, ["<|img|>x"]),
+        ({"choice": ["<|img|>x", "<|img|>y"]}, ["<|img|>x", "<|img|>y"]),
+        ({"json": {"const": "see <|end|> here"}}, ['"see <|end|> here"']),
+    ],
+)
+def test_names_of_special_tokens_in_a_text_are_text(tmp_path, kind, texts):
+    """Spelt by their letters: the tokens themselves mean something else, and may have no logits at all (<|img|>)."""
+    tokenizer = byte_level_tokenizer(extra=["<|end|>", "<|img|>"])
+    eos = tokenizer.token_to_id("<|end|>")
+    folder = write_chain(
+        tmp_path,
+        np.zeros((eos + 1, eos + 1), np.float32),
+        tokenizer,
+        config={"eos_token_id": eos},
+        tokenizer_config={"eos_token": "<|end|>"},
+    )
+    (output,) = say(LLM(folder, **OPTIONS), kind, prompts=[[1]], temperature=1, seed=3)
+    assert (output.finish_reason, output.text in texts) == ("stop", True)
+
+
 def test_a_model_without_tokenizer_or_end_refuses(tmp_path):
     folder = write_chain(tmp_path / "a", successor_logits(64, {}))
     with pytest.raises(ValueError, match="need the model's tokenizer"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import generate
+from scripts import bench_gpu, bench_host, bench_trace, generate
 from scripts.command import READER_IS_GONE, report_error, with_flags
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,9 @@ def run_without_a_reader(*command: str) -> subprocess.CompletedProcess:
         os.close(writer)
 
 
-@pytest.mark.parametrize("said", ["print('x')", "print('x' * 99999)", "sys.stdout.writelines(['x'] * 99999)"])
+@pytest.mark.parametrize(
+    "said", ["print('x')", "import rich; rich.print('x')", "print('x' * 99999)", "sys.stdout.writelines(['x'] * 99999)"]
+)
 def test_a_reader_that_is_gone_is_no_error(said):
     code = (
         "import sys\n"
@@ -86,3 +88,17 @@ def test_every_command_ends_this_way():
         text = script.read_text(encoding="utf-8")
         if "__main__" in text and script.stem not in others:
             assert text.endswith('if __name__ == "__main__":\n    run_command(main)\n'), script.name
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "said"),
+    [
+        (bench_trace.main, ["--reqs", "8,0"], "argument --reqs: an integer of at least 1 is needed, got '0'"),
+        (bench_host.main, ["--json", "no/such/x.json"], "argument --json: a file in a folder that exists is needed"),
+        (bench_gpu.main, ["--json", "."], "argument --json: a file in a folder that exists is needed, got '.'"),
+    ],
+)
+def test_what_could_not_end_well_does_not_begin(capsys, main, arguments, said):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and said in capsys.readouterr().err

@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """This warpgroup's share of a tile: which of its 64 rows are whose.
+    """This warpgroup's share of a tile: which of its rows (64 or 128) are whose.
 
     They hold the group's heads of the tokens start .. start + box - 1, in the order of `Plan.row_of`; rows past G * box
     hold nothing. When the token array ends within the rows, they are moved down to fit; `shift` tokens at their

@@ -1,4 +1,4 @@
-"""The online softmax of 64 query rows over the K/V tiles of a piece.
+"""The online softmax of a tile's query rows over the K/V tiles of a piece.
 
 Scores stay raw: with c = scale * log2(e) folded into one factor, exp(scale * (s - max s)) = exp2(s * c - m), m the
 running maximum of s * c; a multiply-add and an exp2 for each score. Tiles that every row sees whole go through a loop
@@ -21,13 +21,13 @@ LOG2_E = math.log2(math.e)
 
 
 class Softmax(NamedTuple):
-    acc: Array  # [64, D]
-    m: Array  # [64], in units of log2
-    total: Array  # [64]
+    acc: Array  # [rows, D]
+    m: Array  # [rows], in units of log2
+    total: Array  # [rows]
 
 
 def hide(s: Array, last_of_row: Array, j: Array, plan: Plan, layout: Any) -> Array:
-    """The scores [64, K] of K/V tile j, MASKED where the row does not see the key.
+    """The scores [rows, K] of K/V tile j, MASKED where the row does not see the key.
 
     Args:
         last_of_row: the last key that each row sees, counted from the piece's first.
@@ -82,7 +82,7 @@ def first_maximum(
 
     Args:
         sinks: a reference [Hkv, G], or None.
-        head_of_row: [64], the query head of each row.
+        head_of_row: [rows], the query head of each row.
         layout: of vectors of rows.
     """
     m = plgpu.layout_cast(jnp.full(head_of_row.shape, MASKED, jnp.float32), layout)
