@@ -87,9 +87,13 @@ class _Child:
 
     def _where(self) -> str:
         """What it is doing, as it can say even where it waits for a hung kernel."""
+        before = said = self._said()
         self._process.send_signal(signal.SIGUSR1)
-        time.sleep(0.5)
-        return self._said()
+        end = time.perf_counter() + 5
+        while said == before and time.perf_counter() < end:
+            time.sleep(0.5)
+            said = self._said()
+        return said
 
     def _said(self) -> str:
         self._stderr.seek(0)

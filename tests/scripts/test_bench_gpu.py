@@ -72,10 +72,10 @@ def test_what_breaks_or_hangs_leaves_the_others_alone(tmp_path, monkeypatch, cap
 def test_what_the_budget_does_not_allow_is_left_out(tmp_path):
     """Also in the middle of a part."""
     start = time.perf_counter()
-    found = results(tmp_path, *SAMPLE, "--tiny", "--only", "uploads,step", "--budget", "5")
-    assert found["uploads"][1] == {"left out": "the rest of it: --budget 5 is used up"}
-    assert found["step"] == [{"left out": "0 s are left of --budget 5"}]
-    assert time.perf_counter() - start < 20
+    found = results(tmp_path, *SAMPLE, "--tiny", "--only", "uploads,step", "--budget", "12")
+    assert found["uploads"][1] == {"left out": "the rest of it: --budget 12 is used up"}
+    assert found["step"] == [{"left out": "0 s are left of --budget 12"}]
+    assert time.perf_counter() - start < 60
     found = results(tmp_path, *SAMPLE, "--only", "step", "--budget", "50")
     assert "left of --budget 50" in found["step"][0]["left out"]
 

@@ -128,7 +128,7 @@ def test_a_profile_names_the_statements_and_adds_up(tmp_path, capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "out.json"
     arguments = ["--scenario", "preempt", "--reqs", "6", "--steps", "40", "--warmup", "9", "--json", str(file)]
-    bench_host.main([*arguments, "--profile", "9"])
+    bench_host.main([*arguments, "--clock", "cpu", "--profile", "9"])
     (row,) = json.loads(file.read_text())
     before, record = row["profile"]["before_forward"], row["profile"]["record_sampled"]
     for phase in (before, record):
