@@ -40,7 +40,7 @@ from rich.progress import track
 from rich.table import Table
 
 from pallas_kernels.gpus import GPUS
-from scripts.command import positive, report_error, run_command  # noqa: E402
+from scripts.command import positive, positives, report_error, run_command  # noqa: E402
 from scripts.gpu.published import PUBLISHED
 from scripts.tables import show_table  # noqa: E402
 
@@ -104,7 +104,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({positive(part) for part in text.split(",")}))
+    return tuple(sorted(set(positives(text))))
 
 
 def steps_of(options: argparse.Namespace) -> list[StepRecord]:
